@@ -1,0 +1,79 @@
+"""The few exceptions a caller can meet, each with its HTTP meaning.
+
+Knows nothing of HTTP libraries: `status` is a number, `kind` and `code` are words for the error body, `param` names the
+field at fault. Anything else that is raised is a defect and becomes a 500 without detail.
+"""
+
+
+class RwkvBatchError(Exception):
+    """Base of all designed errors; `str(error)` is one line meant for the person who caused it."""
+
+    status = 500
+    kind = "server_error"
+    code: str | None = None
+    retry_after: float | None = None  # seconds, when trying again can help
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, retry_after: float | None = None):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+        if retry_after is not None:
+            self.retry_after = retry_after
+
+
+class InvalidRequest(RwkvBatchError):
+    """The request can never work as it is; `param` names the field."""
+
+    status, kind = 400, "invalid_request_error"
+
+
+class Unauthorized(RwkvBatchError):
+    """The password is missing or wrong."""
+
+    status, kind, code = 401, "authentication_error", "invalid_api_key"
+
+
+class NotFound(RwkvBatchError):
+    """No such route, model or session."""
+
+    status, kind = 404, "not_found_error"
+
+
+class Conflict(RwkvBatchError):
+    """The thing asked for is in use: a session in another turn."""
+
+    status, kind = 409, "conflict_error"
+
+
+class TooLarge(RwkvBatchError):
+    """The body is over its limit."""
+
+    status, kind, code = 413, "invalid_request_error", "body_too_large"
+
+
+class Overloaded(RwkvBatchError):
+    """The queue is full; trying again later can help."""
+
+    status, kind, code, retry_after = 429, "rate_limit_error", "queue_full", 1.0
+
+
+class Unavailable(RwkvBatchError):
+    """The server is loading, draining, or has lost its engine."""
+
+    status, kind, code, retry_after = 503, "service_unavailable", "unavailable", 1.0
+
+
+class EngineFailed(RwkvBatchError):
+    """A step failed, or a row's logits were not finite; the request's result is lost, the server goes on."""
+
+    status, kind, code = 500, "server_error", "engine_failed"
+
+
+class CheckpointError(RwkvBatchError):
+    """A model file cannot be used: one line saying which file and why. The process exits with 2."""
+
+
+class UsageError(RwkvBatchError):
+    """A flag, an environment variable or a setting is wrong. The process exits with 2."""
