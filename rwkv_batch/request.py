@@ -93,4 +93,5 @@ class Sequence:
         self.slot = -1
 
     def __repr__(self) -> str:
-        return f"Sequence({self.request.id!r}[{self.index}], slot {self.slot}, fed {self.num_fed}/{len(self.prompt)}, sampled {self.num_sampled})"
+        fed = f"fed {self.num_fed}/{len(self.prompt)}, sampled {self.num_sampled}"
+        return f"Sequence({self.request.id!r}[{self.index}], slot {self.slot}, {fed})"

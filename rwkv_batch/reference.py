@@ -1,0 +1,318 @@
+"""Every op of the forward pass in plain torch: the CPU path, and the judge of every kernel.
+
+Ops take packed rows: N tokens of B rows one after another, described by `Rows`. Arithmetic is fp32 whatever the weights'
+dtype. `kernels.py` offers the same names and signatures. RWKV-7 is described in Peng et al., "RWKV-7 Goose" (2025).
+"""
+
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+
+import torch
+import torch.nn.functional as F
+
+from rwkv_batch.weights import HEAD_SIZE, Layer
+
+CHUNK = 32  # tokens a chunk; decays of half a chunk stay above e^-9.7, so both factors of a decay ratio fit into fp32
+LOG_DECAY_SCALE = -0.6065306597126334  # -exp(-0.5): log decay = LOG_DECAY_SCALE * sigmoid(.)
+GROUP_NORM_EPS = 64e-5
+FEW_ROWS = (3, 16)  # batch sizes, and
+TALL = 16384  # the least height of a matrix, for which `linear` multiplies transposed on a CPU
+
+
+@dataclass
+class Rows:
+    """Which tokens of a step belong to which slot.
+
+    slots    B distinct slots
+    lengths  tokens of each row, all >= 1; their sum is N
+    """
+
+    slots: list[int]
+    lengths: list[int]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @cached_property
+    def is_decode(self) -> bool:
+        """Whether every row is one token long."""
+        return len(self.lengths) == sum(self.lengths)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """[B+1]: row b owns tokens starts[b] to starts[b+1] - 1."""
+        starts = [0]
+        for length in self.lengths:
+            starts.append(starts[-1] + length)
+        return starts
+
+    @cached_property
+    def first(self) -> torch.Tensor:
+        """[B] int64: position of each row's first token."""
+        return self._tensor(self.starts[:-1])
+
+    @cached_property
+    def last(self) -> torch.Tensor:
+        """[B] int64: position of each row's last token."""
+        return self._tensor([start - 1 for start in self.starts[1:]])
+
+    @cached_property
+    def slot_index(self) -> torch.Tensor | slice:
+        """[B] int64, or a slice when the slots follow one another: then the state is worked on without a copy."""
+        return _index(self.slots, self.device)
+
+    @cached_property
+    def single(self) -> list[int]:
+        """Rows of one token: their wkv takes the one-step form."""
+        return [b for b, length in enumerate(self.lengths) if length == 1]
+
+    @cached_property
+    def single_at(self) -> tuple[torch.Tensor, torch.Tensor | slice]:
+        """Positions and slots of the rows of one token."""
+        at = self._tensor([self.starts[b] for b in self.single])
+        return at, _index([self.slots[b] for b in self.single], self.device)
+
+    @cached_property
+    def chunks(self) -> "Chunks":
+        """The chunks of all rows longer than one token."""
+        return Chunks.of(self)
+
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+@dataclass
+class Chunks:
+    """Rows of more than one token, cut into chunks of CHUNK tokens, the last one padded.
+
+    slots    [R] int64 of these rows, the longest row first
+    index    [M, CHUNK] int64: chunk m's tokens as positions among the N (padding: 0); ordered by number of the chunk within
+             its row, then by row as in `slots`
+    padding  [M, CHUNK] bool, None when there is none
+    counts   counts[c] rows have a chunk number c
+    """
+
+    slots: torch.Tensor
+    index: torch.Tensor
+    padding: torch.Tensor | None
+    counts: list[int]
+
+    @classmethod
+    def of(cls, rows: Rows) -> "Chunks":
+        """Cut them."""
+        order = sorted((b for b, n in enumerate(rows.lengths) if n > 1), key=lambda b: -rows.lengths[b])
+        starts, ends, counts = [], [], []
+        for offset in range(0, rows.lengths[order[0]], CHUNK):
+            live = [b for b in order if rows.lengths[b] > offset]
+            counts.append(len(live))
+            starts += [rows.starts[b] + offset for b in live]
+            ends += [rows.starts[b + 1] for b in live]
+        index = rows._tensor(starts)[:, None] + torch.arange(CHUNK, device=rows.device)
+        padding = index >= rows._tensor(ends)[:, None]
+        padded = any(length % CHUNK for length in rows.lengths if length > 1)
+        slots = rows._tensor([rows.slots[b] for b in order])
+        return cls(slots, index.masked_fill_(padding, 0), padding if padded else None, counts)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Layer norm over the last dimension, eps 1e-5: [N, C] -> [N, C]."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, 1e-5)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[N, in] times weight [out, in] -> [N, out] fp32."""
+    if weight.dtype != torch.float32:
+        return F.linear(x.to(weight.dtype), weight).float()
+    if FEW_ROWS[0] <= x.shape[0] <= FEW_ROWS[1] and weight.shape[0] >= TALL and not x.is_cuda:
+        return torch.mm(weight, x.t()).t()  # for these shapes MKL reads the matrix twice or thrice the other way round
+    return F.linear(x, weight)
+
+
+def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """[N, in] times weight [in, out], plus bias [out] -> [N, out] fp32."""
+    if weight.dtype != torch.float32:
+        y = torch.mm(x.to(weight.dtype), weight).float()
+        return y if bias is None else y + bias
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+
+def shift_mix(x: torch.Tensor, mix: torch.Tensor, shift: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Blend each token [N, C] with the one before it, in K proportions: mix [K, 1, C] -> [K, N, C].
+
+    The token before a row's first comes from `shift` [S, C], which then takes the row's last token.
+    """
+    kept = shift[rows.slot_index]
+    if rows.is_decode:
+        mixed = torch.addcmul(x, kept - x, mix)
+        if isinstance(rows.slot_index, slice):
+            kept.copy_(x)
+        else:
+            shift[rows.slot_index] = x.to(shift.dtype)
+        return mixed
+    previous = x.roll(1, 0)
+    previous[rows.first] = kept.to(x.dtype)
+    mixed = torch.addcmul(x, previous.sub_(x), mix)
+    shift[rows.slot_index] = x[rows.last].to(shift.dtype)
+    return mixed
+
+
+def time_mix(
+    mixed: torch.Tensor, layer: Layer, wkv_state: torch.Tensor, rows: Rows, first_value: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention-like half of a block: mixed [6, N, C], wkv_state [S, H, 64, 64] updated in place.
+
+    first_value  layer 0's values [N, C], None in layer 0 itself
+    Returns the output [N, C] and the first values [N, C].
+    """
+    x_r, x_w, x_k, x_v, x_a, x_g = mixed.unbind()
+    n, c = x_r.shape
+    heads = (n, c // HEAD_SIZE, HEAD_SIZE)
+    r, k, v = linear(x_r, layer.receptance), linear(x_k, layer.key), linear(x_v, layer.value)
+    log_decay = project(project(x_w, layer.w1).tanh_(), layer.w2, layer.w0).sigmoid_().mul_(LOG_DECAY_SCALE)
+    rate = project(project(x_a, layer.a1), layer.a2, layer.a0).sigmoid_()
+    gate = project(project(x_g, layer.g1).sigmoid_(), layer.g2)
+    if first_value is None:
+        first_value = v
+    else:
+        v = torch.lerp(v, first_value, project(project(x_v, layer.v1), layer.v2, layer.v0).sigmoid_())
+    removal = (k * layer.k_k).view(heads)
+    removal.div_(torch.linalg.vector_norm(removal, dim=-1, keepdim=True).clamp_min_(1e-12))
+    rate_1 = rate - 1
+    k = torch.addcmul(k, k * rate_1, layer.k_a).view(heads)
+    r, v = r.view(heads), v.view(heads)
+    y = wkv(r, log_decay.view(heads), k, v, removal, rate.view(heads), wkv_state, rows)
+    y = F.group_norm(y.view(n, c), heads[1], layer.ln_x_weight, layer.ln_x_bias, GROUP_NORM_EPS)
+    bonus = (r * layer.r_k).mul_(k).sum(-1, keepdim=True)
+    return linear(y.view(heads).addcmul_(bonus, v).view(n, c).mul_(gate), layer.output), first_value
+
+
+def channel_mix(mixed: torch.Tensor, layer: Layer) -> torch.Tensor:
+    """The feed-forward half: mixed [N, C] -> [N, C], with squared ReLU between the two matrices."""
+    hidden = linear(mixed, layer.ffn_key).relu_().square_()
+    if hidden.shape[0] == 1 and hidden.dtype == layer.ffn_value.dtype and not hidden.is_cuda:
+        # About nine in ten units of a trained model are off: reading only the others' rows saves most of the matrix.
+        # Two bags of indices, since each is summed by one thread.
+        on = hidden[0].nonzero().view(-1)
+        bags = on.new_tensor([0, on.numel() // 2])
+        return F.embedding_bag(on, layer.ffn_value, bags, mode="sum", per_sample_weights=hidden[0, on]).sum(0, keepdim=True)
+    return project(hidden, layer.ffn_value)
+
+
+def wkv(r, log_decay, k, v, removal, rate, state: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The recurrence S <- S diag(w) - (S removal) (rate removal)^T + v k^T, y = S r, for each row from its slot's state.
+
+    r, log_decay, k, v, removal, rate  [N, H, 64] fp32; w = exp(log_decay)
+    state                              [S, H, 64 value, 64 key], updated in place
+    Returns y [N, H, 64] fp32. Rows of one token take one step; longer ones the matrix form, a chunk at a time.
+    """
+    if rows.is_decode:
+        return _wkv_step(r, log_decay, k, v, removal, rate, state, rows.slot_index)
+    y = torch.empty_like(r)
+    if rows.single:
+        at, slots = rows.single_at
+        y[at] = _wkv_step(*(t[at] for t in (r, log_decay, k, v, removal, rate)), state, slots)
+    _wkv_chunks(r, log_decay, k, v, removal, rate, state, rows, y)
+    return y
+
+
+def _wkv_step(r, log_decay, k, v, removal, rate, state, slots) -> torch.Tensor:
+    """One token for each of B rows: [B, H, 64] -> [B, H, 64]."""
+    shape = r.shape
+    s = state[slots]  # a view when the slots follow one another, else a copy
+    work = s.float().view(-1, HEAD_SIZE, HEAD_SIZE)
+    flat = (-1, HEAD_SIZE)
+    r, w, k, v = r.view(flat), log_decay.exp().view(flat), k.view(flat), v.view(flat)
+    # S removal and S (w r) come from one pass over S; y = S_new r then needs only dot products on top.
+    pair = torch.stack((removal.view(flat), w * r), 2)
+    removed, kept = torch.bmm(work, pair).unbind(2)
+    inputs = torch.stack((removal.view(flat) * rate.view(flat), k), 1)  # [B * H, 2, 64]
+    outputs = torch.stack((removed.neg(), v), 2)  # [B * H, 64, 2]
+    dots = torch.bmm(inputs, r.unsqueeze(2))
+    y = torch.bmm(outputs, dots).squeeze(2).add_(kept)
+    work.mul_(w.unsqueeze(1)).baddbmm_(outputs, inputs)
+    if not (isinstance(slots, slice) and state.dtype == torch.float32):  # otherwise `work` is the state itself
+        state[slots] = work.view_as(s).to(state.dtype)
+    return y.view(shape)
+
+
+def _wkv_chunks(r, log_decay, k, v, removal, rate, state, rows: Rows, y: torch.Tensor) -> None:
+    """The chunked matrix form, written into y's positions.
+
+    With a = removal and b = -rate removal, let G_i be the decay from a chunk's start through token i. Unrolled,
+    u_i = S_{i-1} a_i = S_0 (G_{i-1} a_i) + sum_{j<i} u_j (b_j G_{i-1}/G_j . a_i) + v_j (k_j G_{i-1}/G_j . a_i),
+    a unit lower triangular system for all u at once; outputs and the next chunk's state are then matrix products.
+    (The WY form of generalised delta rules: Yang et al., "Parallelizing linear transformers with the delta rule", 2024.)
+    Every decay is counted from the chunk's middle, so that a ratio G_i/G_j splits into two factors that cannot overflow.
+    """
+    chunks = rows.chunks
+    m, heads = chunks.index.shape[0], r.shape[1]
+    batch = m * heads
+
+    def cut(t: torch.Tensor) -> torch.Tensor:  # [N, H, 64] -> [M, H, CHUNK, 64]
+        return t[chunks.index].transpose(1, 2)
+
+    def room(*dims: int) -> torch.Tensor:
+        return torch.empty(batch, *dims, dtype=torch.float32, device=r.device)
+
+    real = None if chunks.padding is None else ~chunks.padding[:, None, :, None]  # padded tokens must change nothing
+
+    through = cut(log_decay) if real is None else cut(log_decay) * real
+    through = through.reshape(batch, CHUNK, HEAD_SIZE).cumsum(1)  # log G_i
+    middle = through[:, -1:] / 2
+    rise = (through - middle).exp()  # G_i counted from the middle
+    half = middle.exp()  # from the start to the middle, and from there to the end
+    before = room(CHUNK, HEAD_SIZE)  # G_{i-1}
+    before[:, :1] = 1 / half
+    before[:, 1:] = rise[:, :-1]
+    fall = rise.reciprocal()
+
+    a = cut(removal).reshape(batch, CHUNK, HEAD_SIZE)
+    left = room(2, CHUNK, HEAD_SIZE)  # a and r, decayed to their places
+    torch.mul(a, before, out=left[:, 0])
+    torch.mul(cut(r).reshape(batch, CHUNK, HEAD_SIZE), rise, out=left[:, 1])
+    if real is not None:
+        fall *= real.expand(m, heads, CHUNK, HEAD_SIZE).reshape(batch, CHUNK, HEAD_SIZE)
+    right = room(2, CHUNK, HEAD_SIZE)  # b and k
+    torch.mul(a.mul_(fall).neg_(), cut(rate).reshape(batch, CHUNK, HEAD_SIZE), out=right[:, 0])
+    torch.mul(cut(k).reshape(batch, CHUNK, HEAD_SIZE), fall, out=right[:, 1])
+    uv = room(2, CHUNK, HEAD_SIZE)
+    uv[:, 1].view(m, heads, CHUNK, HEAD_SIZE).copy_(cut(v))
+
+    left, right = left.view(batch, -1, HEAD_SIZE), right.view(batch, -1, HEAD_SIZE)
+    scores = torch.bmm(left, right.transpose(1, 2)).view(batch, 2, CHUNK, 2, CHUNK).mul_(_causal(r.device))
+    right_side = room(CHUNK, 2 * HEAD_SIZE)
+    right_side[:, :, :HEAD_SIZE] = left[:, :CHUNK]
+    torch.bmm(scores[:, 0, :, 1], uv[:, 1], out=right_side[:, :, HEAD_SIZE:])
+    solved = torch.linalg.solve_triangular(scores[:, 0, :, 0].neg(), right_side, upper=False, unitriangular=True)
+    u_state, u_own = solved[:, :, :HEAD_SIZE], solved[:, :, HEAD_SIZE:]
+    within = scores[:, 1].reshape(batch, CHUNK, 2 * CHUNK)
+    query, uv_flat = left[:, CHUNK:], uv.view(batch, 2 * CHUNK, HEAD_SIZE)
+
+    s = state[chunks.slots].float().view(-1, HEAD_SIZE, HEAD_SIZE)
+    out = room(CHUNK, HEAD_SIZE)
+    start = 0
+    for count in chunks.counts:
+        end = start + count * heads
+        live = s[: count * heads].mul_(half[start:end])
+        turned = live.transpose(1, 2)
+        uv[start:end, 0] = torch.baddbmm(u_own[start:end], u_state[start:end], turned)
+        torch.baddbmm(torch.bmm(within[start:end], uv_flat[start:end]), query[start:end], turned, out=out[start:end])
+        live.baddbmm_(uv_flat[start:end].transpose(1, 2), right[start:end]).mul_(half[start:end])
+        start = end
+    state[chunks.slots] = s.view(-1, heads, HEAD_SIZE, HEAD_SIZE).to(state.dtype)
+    out = out.view(m, heads, CHUNK, HEAD_SIZE).transpose(1, 2)
+    if chunks.padding is None:
+        y[chunks.index] = out
+    else:
+        y[chunks.index[~chunks.padding]] = out[~chunks.padding]
+
+
+@cache
+def _causal(device: torch.device) -> torch.Tensor:
+    """[2, CHUNK, 1, CHUNK] mask: a's line sees only earlier tokens, r's also its own."""
+    ones = torch.ones(CHUNK, CHUNK, device=device)
+    return torch.stack((ones.tril(-1), ones.tril()))[:, :, None]
+
+
+def _index(slots: list[int], device: torch.device) -> torch.Tensor | slice:
+    if slots == list(range(slots[0], slots[0] + len(slots))):
+        return slice(slots[0], slots[0] + len(slots))
+    return torch.tensor(slots, dtype=torch.int64, device=device)

@@ -1,0 +1,64 @@
+"""The recurrent state of many sequences, addressed by slot. Knows nothing of who owns a slot."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rwkv_batch.weights import HEAD_SIZE, ModelShape
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """An immutable copy of one sequence's state after `elapsed` tokens."""
+
+    shift: torch.Tensor  # [L, 2, C]
+    wkv: torch.Tensor  # [L, H, 64, 64]
+    elapsed: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both tensors."""
+        return self.shift.nbytes + self.wkv.nbytes
+
+
+class State:
+    """The state arrays of `num_slots` slots; every step updates them in place.
+
+    shift    [L, 2, S, C]        last normalised inputs of time mix (0) and channel mix (1)
+    wkv      [L, S, H, 64, 64]   the recurrent matrices, rows are value channels, columns key channels
+    elapsed  [S] int64           tokens seen
+    """
+
+    def __init__(self, shape: ModelShape, num_slots: int, *, dtype: torch.dtype = torch.float32, device="cpu"):
+        self.shape = shape
+        self.num_slots = num_slots
+        self.shift = torch.zeros(shape.num_layers, 2, num_slots, shape.width, dtype=dtype, device=device)
+        heads = (shape.num_heads, HEAD_SIZE, HEAD_SIZE)
+        self.wkv = torch.zeros(shape.num_layers, num_slots, *heads, dtype=dtype, device=device)
+        self.elapsed = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        # One view a layer, made once: a decode step on a small model is mostly the cost of small operations.
+        self.time_shift = self.shift[:, 0].unbind()  # L times [S, C]
+        self.channel_shift = self.shift[:, 1].unbind()
+        self.layer_wkv = self.wkv.unbind()  # L times [S, H, 64, 64]
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """Overwrite the slots with the state before the first token (0 × NaN would stay NaN, so nothing is multiplied)."""
+        index = torch.as_tensor(slots, dtype=torch.int64, device=self.shift.device)
+        self.shift.index_fill_(2, index, 0)
+        self.wkv.index_fill_(1, index, 0)
+        self.elapsed.index_fill_(0, index, 0)
+
+    def take(self, slot: int) -> Snapshot:
+        """Return a copy of one slot."""
+        return Snapshot(self.shift[:, :, slot].clone(), self.wkv[:, slot].clone(), int(self.elapsed[slot]))
+
+    def put(self, slot: int, snapshot: Snapshot) -> None:
+        """Overwrite one slot with a snapshot; ValueError when it belongs to a model of another shape."""
+        expected = (self.shift[:, :, slot].shape, self.wkv[:, slot].shape)
+        got = (snapshot.shift.shape, snapshot.wkv.shape)
+        if got != expected:
+            raise ValueError(f"snapshot of shapes {got}, this model needs {expected}")
+        self.shift[:, :, slot] = snapshot.shift
+        self.wkv[:, slot] = snapshot.wkv
+        self.elapsed[slot] = snapshot.elapsed

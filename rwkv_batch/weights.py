@@ -1,0 +1,394 @@
+"""Checkpoint files to checked tensors in the layout the forward pass wants.
+
+Reads `.pth` (torch's zip format, without running any code from it) and `.safetensors`; takes the model's shape from the
+file itself and checks every tensor against it before one byte is converted. Knows nothing of slots, requests or sampling.
+"""
+
+import hashlib
+import os
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from rwkv_batch.errors import CheckpointError
+
+HEAD_SIZE = 64
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FILE_DTYPES = tuple(DTYPES.values())
+MIN_TORCH = (2, 10)  # older unpicklers could be made to corrupt memory (CVE-2026-24747)
+MIXES = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")  # the order of `Layer.att_mix`
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers that fix every tensor of a checkpoint: L layers, width C, H heads of 64, feed-forward F, vocabulary V."""
+
+    num_layers: int
+    width: int
+    ffn_width: int
+    vocab_size: int
+    rank_w: int
+    rank_a: int
+    rank_v: int
+    rank_g: int
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of 64 values each."""
+        return self.width // HEAD_SIZE
+
+    def tensors(self, *, first_value_residual: bool) -> dict[str, tuple[int, ...]]:
+        """Return every tensor's name and shape; `first_value_residual`: whether layer 0 carries the unused v0, v1, v2."""
+        c, f, v = self.width, self.ffn_width, self.vocab_size
+        shapes: dict[str, tuple[int, ...]] = {"emb.weight": (v, c), "head.weight": (v, c)}
+        for norm in ("blocks.0.ln0", "ln_out"):
+            shapes |= {f"{norm}.weight": (c,), f"{norm}.bias": (c,)}
+        for i in range(self.num_layers):
+            p = f"blocks.{i}."
+            shapes |= {p + f"ln{n}.{kind}": (c,) for n in (1, 2) for kind in ("weight", "bias")}
+            att = p + "att."
+            shapes |= {att + name: (c,) for name in (*MIXES, "w0", "a0", "k_k", "k_a", "ln_x.weight", "ln_x.bias")}
+            shapes |= {att + "r_k": (self.num_heads, HEAD_SIZE)}
+            low_rank = {"w": self.rank_w, "a": self.rank_a, "g": self.rank_g}
+            if i > 0 or first_value_residual:
+                low_rank["v"] = self.rank_v
+                shapes |= {att + "v0": (c,)}
+            for name, rank in low_rank.items():
+                shapes |= {att + f"{name}1": (c, rank), att + f"{name}2": (rank, c)}
+            shapes |= {att + f"{name}.weight": (c, c) for name in ("receptance", "key", "value", "output")}
+            shapes |= {p + "ffn.x_k": (c,), p + "ffn.key.weight": (f, c), p + "ffn.value.weight": (c, f)}
+        return shapes
+
+    def count_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all tensors in `dtype`."""
+        numels = (torch.Size(s).numel() for s in self.tensors(first_value_residual=False).values())
+        return sum(numels) * dtype.itemsize
+
+
+@dataclass
+class Layer:
+    """One block's tensors in the compute dtype (norms, mixes and gates' biases stay fp32).
+
+    Matrices are [out, in] as published, except `ffn_value`, kept [F, C] so that the row of an inactive unit can be skipped;
+    low-rank pairs are [C, rank] and [rank, C].
+    """
+
+    ln1_weight: torch.Tensor  # [C], as the other vectors
+    ln1_bias: torch.Tensor
+    ln2_weight: torch.Tensor
+    ln2_bias: torch.Tensor
+    att_mix: torch.Tensor  # [6, 1, C] in the order of MIXES
+    w0: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    a0: torch.Tensor
+    a1: torch.Tensor
+    a2: torch.Tensor
+    g1: torch.Tensor
+    g2: torch.Tensor
+    v0: torch.Tensor | None  # the value residual of layer 0 is unused: None there
+    v1: torch.Tensor | None
+    v2: torch.Tensor | None
+    k_k: torch.Tensor
+    k_a: torch.Tensor
+    r_k: torch.Tensor  # [H, 64]
+    receptance: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+    ln_x_weight: torch.Tensor
+    ln_x_bias: torch.Tensor
+    ffn_mix: torch.Tensor  # [1, 1, C]
+    ffn_key: torch.Tensor  # [F, C]
+    ffn_value: torch.Tensor  # [F, C]
+
+
+@dataclass
+class Weights:
+    """A whole model ready for the forward pass.
+
+    embedding    [V, C] with ln0 already applied
+    head         [U, C]: the rows of the output ids only
+    output_ids   [U] int64, ascending: column j of the logits is token output_ids[j]
+    fingerprint  32 hex digits that tell models apart: of shapes, dtypes and sampled content, the same for both file formats
+    """
+
+    shape: ModelShape
+    dtype: torch.dtype
+    fingerprint: str
+    embedding: torch.Tensor
+    layers: list[Layer]
+    ln_out_weight: torch.Tensor
+    ln_out_bias: torch.Tensor
+    head: torch.Tensor
+    output_ids: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embedding.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors kept."""
+        own = [self.embedding, self.head, self.ln_out_weight, self.ln_out_bias]
+        return sum(t.nbytes for t in own + [t for layer in self.layers for t in vars(layer).values() if t is not None])
+
+
+def find_checkpoint(path: str | os.PathLike[str]) -> Path:
+    """Return the file meant by `path`, given with or without its suffix; CheckpointError when there is none."""
+    path = Path(path)
+    candidates = [path, *(path.with_name(path.name + suffix) for suffix in (".pth", ".safetensors", ".st"))]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise CheckpointError(f"{path}: no such checkpoint (looked for {', '.join(c.name for c in candidates)})")
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    valid_ids: Iterable[int] | None = None,
+    progress: bool | None = None,
+) -> Weights:
+    """Load a checkpoint; CheckpointError, one line, when the file is unusable.
+
+    valid_ids  ids the tokenizer has; others get no logits. None = all
+    progress   draw a bar on stderr; None = only on a terminal
+    """
+    file = find_checkpoint(path)
+    tensors = read_file(file)
+    return from_tensors(tensors, name=str(file), dtype=dtype, device=device, valid_ids=valid_ids, progress=progress)
+
+
+def from_tensors(
+    tensors: dict[str, torch.Tensor],
+    *,
+    name: str = "checkpoint",
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    valid_ids: Iterable[int] | None = None,
+    progress: bool | None = None,
+) -> Weights:
+    """Check published tensors and bring them into compute layout, one at a time; empties `tensors` on the way."""
+    shape = check_tensors(tensors, name)
+    fingerprint = fingerprint_of(tensors)
+    device = torch.device(device)
+    bar = tqdm(total=len(tensors), desc=f"loading {Path(name).name}", unit="tensor", leave=False, disable=_hide(progress))
+
+    def take(key: str, as_dtype: torch.dtype = dtype) -> torch.Tensor:
+        tensor = tensors.pop(key)
+        low, high = torch.aminmax(tensor)
+        if not (torch.isfinite(low) and torch.isfinite(high)):  # aminmax hands NaN on, so this sees every element
+            raise CheckpointError(f"{name}: tensor {key} holds values that are not finite")
+        converted = tensor.to(device=device, dtype=as_dtype, copy=True).contiguous()
+        if as_dtype == torch.float16 and not torch.isfinite(torch.aminmax(converted)[1]):
+            raise CheckpointError(f"{name}: tensor {key} does not fit into fp16")
+        bar.update()
+        return converted
+
+    def vector(key: str) -> torch.Tensor:
+        return take(key, torch.float32).flatten()
+
+    with bar:
+        layers = [_take_layer(i, take, vector, tensors, dtype) for i in range(shape.num_layers)]
+        ln0 = (vector("blocks.0.ln0.weight"), vector("blocks.0.ln0.bias"))
+        embedding = take("emb.weight")
+        for chunk in embedding.split(4096):  # in place, so that no second table is needed
+            chunk.copy_(torch.nn.functional.layer_norm(chunk.float(), (shape.width,), *ln0, 1e-5))
+        output_ids = _output_ids(tensors["head.weight"], valid_ids, name)
+        head = take("head.weight")
+        head = _keep_rows(head, output_ids.to(device))
+        return Weights(
+            shape=shape,
+            dtype=dtype,
+            fingerprint=fingerprint,
+            embedding=embedding,
+            layers=layers,
+            ln_out_weight=vector("ln_out.weight"),
+            ln_out_bias=vector("ln_out.bias"),
+            head=head,
+            output_ids=output_ids.to(device),
+        )
+
+
+def _take_layer(i: int, take, vector, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Layer:
+    p, att, ffn = f"blocks.{i}.", f"blocks.{i}.att.", f"blocks.{i}.ffn."
+    if i == 0:
+        for unused in ("v0", "v1", "v2"):
+            tensors.pop(att + unused, None)
+    residual = dict.fromkeys(("v0", "v1", "v2"))
+    if i > 0:
+        residual = {"v0": vector(att + "v0"), "v1": take(att + "v1"), "v2": take(att + "v2")}
+    low_rank = {f"{n}{side}": take(att + f"{n}{side}") for n in "wag" for side in (1, 2)}
+    vectors = {n: vector(att + n) for n in ("w0", "a0", "k_k", "k_a")}
+    matrices = {n: take(att + f"{n}.weight") for n in ("receptance", "key", "value", "output")}
+    return Layer(
+        **{f"ln{n}_{kind}": vector(p + f"ln{n}.{kind}") for n in (1, 2) for kind in ("weight", "bias")},
+        att_mix=torch.stack([vector(att + n) for n in MIXES])[:, None],
+        **low_rank,
+        **residual,
+        **vectors,
+        **matrices,
+        r_k=take(att + "r_k", torch.float32),
+        ln_x_weight=vector(att + "ln_x.weight"),
+        ln_x_bias=vector(att + "ln_x.bias"),
+        ffn_mix=vector(ffn + "x_k")[None, None],
+        ffn_key=take(ffn + "key.weight"),
+        ffn_value=take(ffn + "value.weight").t().contiguous(),
+    )
+
+
+def read_file(file: Path) -> dict[str, torch.Tensor]:
+    """Return the file's tensors, memory-mapped; nothing in the file is executed. CheckpointError when it is unusable."""
+    try:
+        if file.suffix in (".safetensors", ".st"):
+            with safe_open(file, framework="pt") as f:
+                return {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118 (not a dict)
+        return _read_pth(file)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file}: not a readable safetensors file ({_one_line(error)})") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror or _one_line(error)}") from None
+
+
+def _read_pth(file: Path) -> dict[str, torch.Tensor]:
+    if tuple(int(n) for n in torch.__version__.split(".")[:2]) < MIN_TORCH:
+        raise CheckpointError(f"{file}: torch {torch.__version__} does not read .pth files safely; install torch >= 2.10")
+    _check_archive(file)
+    try:
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError:
+        raise CheckpointError(f"{file}: holds more than tensors, nothing in it was run; only plain checkpoints load") from None
+    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{file}: not a readable .pth file ({_one_line(error)})") from None
+    if not isinstance(content, dict) or not content:
+        raise CheckpointError(f"{file}: holds a {type(content).__name__} instead of named tensors")
+    for key, value in content.items():
+        if not isinstance(key, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            raise CheckpointError(f"{file}: entry {str(key)[:80]!r} is no plain tensor")
+    return dict(content)
+
+
+def _check_archive(file: Path) -> None:
+    """Refuse what is no complete zip of stored members before torch maps it."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+    except zipfile.BadZipFile:
+        size = file.stat().st_size
+        raise CheckpointError(f"{file}: no complete .pth file (its {size:,} bytes have no zip directory at the end)") from None
+    size = file.stat().st_size
+    for member in members:
+        if member.compress_type != zipfile.ZIP_STORED or member.header_offset + member.file_size > size:
+            raise CheckpointError(f"{file}: damaged .pth file (member {member.filename[:80]!r})")
+
+
+def check_tensors(tensors: dict[str, torch.Tensor], name: str) -> ModelShape:
+    """Return the shape the tensors have, once every name, shape and dtype agrees with it; CheckpointError otherwise."""
+    shape = _shape_of(tensors, name)
+    expected = shape.tensors(first_value_residual="blocks.0.att.v0" in tensors)
+    missing = sorted(expected.keys() - tensors.keys())
+    foreign = sorted(tensors.keys() - expected.keys())
+    wrong = [
+        f"{key} {list(tensors[key].shape)} instead of {list(dims)}"
+        for key, dims in expected.items()
+        if key in tensors and _without_ones(tensors[key].shape) != _without_ones(dims)
+    ]
+    dtypes = [f"{key} {tensors[key].dtype}" for key in expected if key in tensors and tensors[key].dtype not in FILE_DTYPES]
+    for problem, found in (("misses", missing), ("has unknown tensors", foreign), ("wrong shape", wrong), ("dtype", dtypes)):
+        if found:
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            raise CheckpointError(f"{name}: not an RWKV-7 checkpoint that can be run: {problem}: {', '.join(found[:3])}{more}")
+    return shape
+
+
+def _shape_of(tensors: dict[str, torch.Tensor], name: str) -> ModelShape:
+    def dims(key: str, count: int) -> torch.Size:
+        if key not in tensors or tensors[key].dim() != count:
+            raise CheckpointError(f"{name}: not an RWKV-7 checkpoint (no {count}-dimensional tensor {key})")
+        return tensors[key].shape
+
+    vocab_size, width = dims("emb.weight", 2)
+    layers = {int(p[1]) for key in tensors if (p := key.split("."))[0] == "blocks" and len(p) > 1 and p[1].isdecimal()}
+    num_layers = len(layers)
+    if layers != set(range(num_layers)):
+        raise CheckpointError(f"{name}: its layers are not numbered 0 to {num_layers - 1} without gaps")
+    if width == 0 or width % HEAD_SIZE or vocab_size == 0:
+        raise CheckpointError(f"{name}: width {width} is not a multiple of the head size {HEAD_SIZE}")
+    heads = dims("blocks.0.att.r_k", 2)
+    if tuple(heads) != (width // HEAD_SIZE, HEAD_SIZE):
+        raise CheckpointError(f"{name}: heads of {heads[1]} values; only the head size {HEAD_SIZE} is supported")
+    value_layer = min(1, num_layers - 1)
+    has_residual = num_layers > 1 or "blocks.0.att.v1" in tensors
+    return ModelShape(
+        num_layers=num_layers,
+        width=width,
+        ffn_width=dims("blocks.0.ffn.key.weight", 2)[0],
+        vocab_size=vocab_size,
+        rank_w=dims("blocks.0.att.w1", 2)[1],
+        rank_a=dims("blocks.0.att.a1", 2)[1],
+        rank_v=dims(f"blocks.{value_layer}.att.v1", 2)[1] if has_residual else 0,
+        rank_g=dims("blocks.0.att.g1", 2)[1],
+    )
+
+
+def fingerprint_of(tensors: dict[str, torch.Tensor]) -> str:
+    """Return 32 hex digits over names, shapes, dtypes and up to 64 spread-out stretches of 512 values of every tensor."""
+    digest = hashlib.sha256()
+    for key in sorted(tensors):
+        tensor = tensors[key]
+        digest.update(f"{key}{list(_without_ones(tensor.shape))}{tensor.dtype}".encode())
+        flat = tensor.reshape(-1)
+        stretches = max(1, min(64, flat.numel() // 512))
+        for i in range(stretches):
+            start = i * (flat.numel() // stretches)
+            digest.update(flat[start : start + 512].contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]
+
+
+def _output_ids(head: torch.Tensor, valid_ids: Iterable[int] | None, name: str) -> torch.Tensor:
+    """Return the ids worth a logit, ascending: the tokenizer has them and their head row is not all zero."""
+    used = torch.cat([chunk.abs().amax(1) > 0 for chunk in head.split(4096)])
+    if valid_ids is not None:
+        valid = torch.zeros(head.shape[0], dtype=torch.bool)
+        valid[torch.tensor([i for i in valid_ids if i < head.shape[0]], dtype=torch.int64)] = True
+        used &= valid
+    ids = used.nonzero().flatten()
+    if ids.numel() == 0:
+        raise CheckpointError(f"{name}: head.weight is all zero")
+    return ids
+
+
+def _keep_rows(head: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the head's rows `ids`, as a view when they follow one another."""
+    first, last = int(ids[0]), int(ids[-1])
+    return head[first : last + 1] if last - first + 1 == ids.numel() else head[ids]
+
+
+def iter_summary(weights: Weights) -> Iterator[str]:
+    """Yield the lines that tell a person what was loaded."""
+    s = weights.shape
+    outputs = f"{weights.head.shape[0]:,} of {s.vocab_size:,} ids have logits"
+    yield f"RWKV-7, {s.num_layers} layers of width {s.width}, {outputs}"
+    yield f"{weights.num_bytes / 2**20:,.0f} MiB in {weights.dtype} on {weights.device}, fingerprint {weights.fingerprint}"
+
+
+def _without_ones(dims: Iterable[int]) -> tuple[int, ...]:
+    return tuple(d for d in dims if d != 1)  # published vectors are [1, 1, C]
+
+
+def _hide(progress: bool | None) -> bool | None:
+    return None if progress is None else not progress  # tqdm: None = hide unless on a terminal
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
