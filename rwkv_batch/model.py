@@ -38,7 +38,7 @@ class Model:
             normed = ops.layer_norm(x, layer.ln2_weight, layer.ln2_bias)
             mixed = ops.shift_mix(normed, layer.ffn_mix, state.channel_shift[i], rows)
             x = x + ops.channel_mix(mixed[0], layer)
-        state.elapsed[rows.slot_index] += torch.tensor(rows.lengths, device=x.device)
+        state.elapsed[rows.slot_index] += rows.length_tensor
         if logits_of is not None:
             x = x[logits_of]
         elif not rows.is_decode:

@@ -1,9 +1,13 @@
 """Which sequences run next and with which ids. Plain Python: no torch, no model."""
 
 import heapq
+from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rwkv_batch.request import Sequence
+
+PIECE = 16  # prompts are cut at multiples of this many tokens, the chunk of the matrix form of prefill
 
 
 @dataclass(slots=True)
@@ -45,3 +49,99 @@ class FreeSlots:
     def give(self, slot: int) -> None:
         """Take a slot back."""
         heapq.heappush(self._heap, slot)
+
+
+class Batch:
+    """The rows of one request, in order: those that wait and those that own a slot. A loop says which of them start when."""
+
+    def __init__(self, sequences: Iterable[Sequence]):
+        self.waiting = deque(sequences)
+        self.running: set[Sequence] = set()
+        self.num_passed_over = 0  # rows of later batches that started while this one did not fit
+
+    @property
+    def ready(self) -> bool:
+        """Whether rows of this batch may start as soon as there is room."""
+        raise NotImplementedError
+
+    def start(self, num_free: int) -> list[Sequence]:
+        """Move rows from waiting to running and return them: one turn's worth if it fits `num_free` >= 1 slots, else none."""
+        raise NotImplementedError
+
+    def _start(self, num_rows: int) -> list[Sequence]:
+        """Start the first `num_rows` waiting rows."""
+        rows = [self.waiting.popleft() for _ in range(num_rows)]
+        self.running.update(rows)
+        return rows
+
+
+class PromptQueue:
+    """The started sequences whose prompts are not wholly fed, and who of them is fed next.
+
+    Requests take turns. A turn is up to a quarter of the budget, spent on the request's sequences in order: short prompts are
+    fed whole in the order they came, and a long one goes on after everybody else had a turn. Turns are taken until the budget
+    is spent, so a request alone gets all of it.
+    """
+
+    def __init__(self, budget: int):
+        """`budget`: tokens a plan may feed, >= 1. Pieces are multiples of PIECE, or of a smaller budget, or end a prompt."""
+        self.budget = budget
+        self._piece = min(PIECE, budget)
+        self._turn = max(self._piece, budget // 4 // self._piece * self._piece)
+        self._requests: OrderedDict[str, deque[Sequence]] = OrderedDict()  # the next to have its turn is first
+
+    def __bool__(self) -> bool:
+        return bool(self._requests)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence of which nothing is fed, behind those of its request."""
+        self._requests.setdefault(sequence.request.id, deque()).append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a queued sequence; KeyError or ValueError if it is not queued."""
+        sequences = self._requests[sequence.request.id]
+        sequences.remove(sequence)
+        if not sequences:
+            del self._requests[sequence.request.id]
+
+    def take(self) -> list[Row]:
+        """Return the rows of the next plan, at most `budget` tokens together, and forget the sequences they complete."""
+        fed_before: dict[Sequence, int] = {}
+        left = self.budget
+        while self._requests:
+            request_id, sequences = self._requests.popitem(last=False)
+            spent = self._take_turn(sequences, min(self._turn, left), fed_before)
+            if sequences:
+                self._requests[request_id] = sequences
+            if not spent:
+                self._requests.move_to_end(request_id, last=False)
+                break
+            left -= spent
+        return [_prompt_row(sequence, start) for sequence, start in fed_before.items()]
+
+    def _take_turn(self, sequences: deque[Sequence], limit: int, fed_before: dict[Sequence, int]) -> int:
+        """Feed `sequences` up to `limit` tokens, dropping those that are complete; return how many tokens it were."""
+        left = limit
+        while sequences:
+            sequence = sequences[0]
+            rest = len(sequence.prompt) - sequence.num_fed
+            num_tokens = rest if rest <= left else left // self._piece * self._piece
+            if not num_tokens:
+                break
+            fed_before.setdefault(sequence, sequence.num_fed)
+            sequence.num_fed += num_tokens
+            left -= num_tokens
+            if num_tokens == rest:
+                sequences.popleft()
+        return limit - left
+
+
+def _prompt_row(sequence: Sequence, start: int) -> Row:
+    """Return the row that feeds the prompt from `start` to `num_fed`."""
+    complete = sequence.num_fed == len(sequence.prompt)
+    return Row(
+        sequence=sequence,
+        ids=sequence.prompt[start : sequence.num_fed],
+        sample=complete and sequence.request.max_tokens > 0 and not sequence.settling,
+        start=start == 0 and not sequence.settling,
+    )

@@ -55,9 +55,19 @@ class Rows:
         return self._tensor([start - 1 for start in self.starts[1:]])
 
     @cached_property
+    def length_tensor(self) -> torch.Tensor:
+        """[B] int64."""
+        return self._tensor(self.lengths)
+
+    @cached_property
+    def slot_tensor(self) -> torch.Tensor:
+        """[B] int64."""
+        return self._tensor(self.slots)
+
+    @cached_property
     def slot_index(self) -> torch.Tensor | slice:
         """[B] int64, or a slice when the slots follow one another: then the state is worked on without a copy."""
-        return _index(self.slots, self.device)
+        return _slice_of(self.slots) or self.slot_tensor
 
     @cached_property
     def single(self) -> list[int]:
@@ -68,7 +78,8 @@ class Rows:
     def single_at(self) -> tuple[torch.Tensor, torch.Tensor | slice]:
         """Positions and slots of the rows of one token."""
         at = self._tensor([self.starts[b] for b in self.single])
-        return at, _index([self.slots[b] for b in self.single], self.device)
+        slots = [self.slots[b] for b in self.single]
+        return at, _slice_of(slots) or self._tensor(slots)
 
     @cached_property
     def chunks(self) -> "Chunks":
@@ -312,7 +323,7 @@ def _causal(device: torch.device) -> torch.Tensor:
     return torch.stack((ones.tril(-1), ones.tril()))[:, :, None]
 
 
-def _index(slots: list[int], device: torch.device) -> torch.Tensor | slice:
-    if slots == list(range(slots[0], slots[0] + len(slots))):
-        return slice(slots[0], slots[0] + len(slots))
-    return torch.tensor(slots, dtype=torch.int64, device=device)
+def _slice_of(slots: list[int]) -> slice | None:
+    """Return the slice that selects `slots`, if they follow one another."""
+    end = slots[0] + len(slots)
+    return slice(slots[0], end) if slots == list(range(slots[0], end)) else None

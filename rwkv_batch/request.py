@@ -24,6 +24,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids    ids that end a row and are not shown; 0, the end token, always ends it
     stop_texts  byte strings that end a row wherever they appear, and are not shown
     loop        which loop admits the rows
+    chunk_size  sampled tokens a row gathers before they are delivered; 0 = everything at the row's end
     session     name of the state to continue and to commit to, or None
     """
 
@@ -34,6 +35,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: list[int] = []
     stop_texts: list[bytes] = []
     loop: Loop = "sync"
+    chunk_size: int = 1
     session: str | None = None
 
 
@@ -77,12 +79,15 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
 class Sequence:
     """One row being decoded.
 
-    num_fed      prompt tokens already put into a plan
+    prompt       ids to feed before the first sampling; when settling, ids to feed before the state is kept
+    num_fed      ids of `prompt` already put into a plan
     num_sampled  samplings already put into a plan; runs one ahead of the ids the host has seen
     slot         index into the state arrays, -1 while waiting and after the end
+    initial      the state to start from (a `Snapshot`), None for the empty one
+    settling     whether the row has ended and only its state is brought to the end of the visible text
     """
 
-    __slots__ = ("index", "num_fed", "num_sampled", "prompt", "request", "slot")
+    __slots__ = ("index", "initial", "num_fed", "num_sampled", "prompt", "request", "settling", "slot")
 
     def __init__(self, request: Request, index: int):
         self.request = request
@@ -91,6 +96,8 @@ class Sequence:
         self.num_fed = 0
         self.num_sampled = 0
         self.slot = -1
+        self.initial = None
+        self.settling = False
 
     def __repr__(self) -> str:
         fed = f"fed {self.num_fed}/{len(self.prompt)}, sampled {self.num_sampled}"

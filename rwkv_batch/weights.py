@@ -8,7 +8,7 @@ import hashlib
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,12 +156,12 @@ def load(
     *,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    valid_ids: Iterable[int] | None = None,
+    valid_ids: Callable[[int], Iterable[int]] | None = None,
     progress: bool | None = None,
 ) -> Weights:
     """Load a checkpoint; CheckpointError, one line, when the file is unusable.
 
-    valid_ids  ids the tokenizer has; others get no logits. None = all
+    valid_ids  vocabulary size -> ids its tokenizer has; others get no logits. None = all
     progress   draw a bar on stderr; None = only on a terminal
     """
     file = find_checkpoint(path)
@@ -175,7 +175,7 @@ def from_tensors(
     name: str = "checkpoint",
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    valid_ids: Iterable[int] | None = None,
+    valid_ids: Callable[[int], Iterable[int]] | None = None,
     progress: bool | None = None,
 ) -> Weights:
     """Check published tensors and bring them into compute layout, one at a time; empties `tensors` on the way."""
@@ -355,12 +355,12 @@ def fingerprint_of(tensors: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _output_ids(head: torch.Tensor, valid_ids: Iterable[int] | None, name: str) -> torch.Tensor:
+def _output_ids(head: torch.Tensor, valid_ids: Callable[[int], Iterable[int]] | None, name: str) -> torch.Tensor:
     """Return the ids worth a logit, ascending: the tokenizer has them and their head row is not all zero."""
     used = torch.cat([chunk.abs().amax(1) > 0 for chunk in head.split(4096)])
     if valid_ids is not None:
         valid = torch.zeros(head.shape[0], dtype=torch.bool)
-        valid[torch.tensor([i for i in valid_ids if i < head.shape[0]], dtype=torch.int64)] = True
+        valid[torch.tensor(list(valid_ids(head.shape[0])), dtype=torch.int64)] = True
         used &= valid
     ids = used.nonzero().flatten()
     if ids.numel() == 0:

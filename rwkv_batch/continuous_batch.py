@@ -1,0 +1,17 @@
+"""The continuous loop: each free slot takes the next waiting row."""
+
+from rwkv_batch.plan import Batch
+from rwkv_batch.request import Sequence
+
+
+class ContinuousBatch(Batch):
+    """Rows that start one at a time, so that requests share the slots in turn."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a row waits."""
+        return bool(self.waiting)
+
+    def start(self, num_free: int) -> list[Sequence]:
+        """Start the next row; `num_free` >= 1 slots are always enough."""
+        return self._start(1)

@@ -1,0 +1,121 @@
+"""Slots, model and sampler: the one place that steps the model.
+
+`submit` starts a step and returns at once where the device allows; `collect` waits for its ids. Sampled ids stay on the device
+as the next step's input, so a caller may submit the next step before it has seen them. Knows nothing of text or requests' ends.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from rwkv_batch.model import Model
+from rwkv_batch.plan import Plan, Row
+from rwkv_batch.reference import Rows
+from rwkv_batch.request import Sequence
+from rwkv_batch.state import Snapshot, State
+from sampling.base import Sampled, Sampler
+
+
+class Token(NamedTuple):
+    """What one step sampled for one sequence; `id` is None when the row's logits were not finite."""
+
+    sequence: Sequence
+    id: int | None
+
+
+@dataclass
+class Step:
+    """A submitted step: the sequences sampled, and what for, still on the device."""
+
+    sequences: list[Sequence]
+    sampled: Sampled | None
+
+
+class Engine:
+    """`num_slots` sequences in flight on one device."""
+
+    def __init__(self, model: Model, sampler: Sampler, num_slots: int):
+        self.model = model
+        self.sampler = sampler
+        self.num_slots = num_slots
+        self.device = model.weights.device
+        self.state = State(model.weights.shape, num_slots, device=self.device)
+        self._last_ids = torch.zeros(num_slots, dtype=torch.int64, device=self.device)  # sampled last, by slot
+        self._decode_rows = Rows([], [])  # of the last step if that was all decode: most steps repeat their slots
+
+    @torch.inference_mode()
+    def submit(self, plan: Plan) -> Step:
+        """Start one step: feed every row of the plan, sample those that ask for it."""
+        rows = sorted(plan.rows, key=_slot)  # neighbouring slots are worked on in place
+        starting = [row.sequence for row in rows if row.start]
+        if starting:
+            self._start(starting)
+        packed = self._pack(rows)
+        sampling = [i for i, row in enumerate(rows) if row.sample]
+        all_sample = len(sampling) == len(rows)
+        logits_of = None if all_sample else packed.last[sampling]
+        logits = self.model.forward(self._tokens(rows, packed), packed, self.state, logits_of=logits_of)
+        if not sampling:
+            return Step([], None)
+        slots = packed.slots if all_sample else [packed.slots[i] for i in sampling]
+        slot_tensor = packed.slot_tensor if all_sample else packed.slot_tensor[sampling]
+        sampled = self.sampler.sample(logits, slot_tensor, slots)
+        self._last_ids[slot_tensor] = sampled.ids
+        return Step([rows[i].sequence for i in sampling], sampled)
+
+    def collect(self, step: Step) -> list[Token]:
+        """Wait for a step's ids."""
+        if step.sampled is None:
+            return []
+        ids, finite = step.sampled.ids.tolist(), step.sampled.finite
+        if bool(finite.all()):
+            return [Token(*pair) for pair in zip(step.sequences, ids, strict=True)]
+        rows = zip(step.sequences, ids, finite.tolist(), strict=True)
+        return [Token(sequence, id if ok else None) for sequence, id, ok in rows]
+
+    @torch.inference_mode()
+    def take(self, slot: int) -> Snapshot:
+        """Return a copy of a slot's state after all steps submitted so far."""
+        return self.state.take(slot)
+
+    @torch.inference_mode()
+    def put(self, slot: int, snapshot: Snapshot) -> None:
+        """Overwrite a slot's state after all steps submitted so far."""
+        self.state.put(slot, snapshot)
+
+    def _start(self, sequences: list[Sequence]) -> None:
+        """Give slots to new sequences: their initial states, their controls."""
+        self.state.clear([s.slot for s in sequences if s.initial is None])
+        for sequence in sequences:
+            if sequence.initial is not None:
+                self.state.put(sequence.slot, sequence.initial)
+                sequence.initial = None
+        self.sampler.start_many(
+            [s.slot for s in sequences], [s.request.sampling for s in sequences], [s.index for s in sequences]
+        )
+
+    def _pack(self, rows: list[Row]) -> Rows:
+        slots = [row.sequence.slot for row in rows]
+        lengths = [len(row.ids) or 1 for row in rows]
+        known = self._decode_rows
+        if known.slots == slots and known.lengths == lengths:
+            return known
+        packed = Rows(slots, lengths, self.device)
+        if packed.is_decode:
+            self._decode_rows = packed
+        return packed
+
+    def _tokens(self, rows: list[Row], packed: Rows) -> torch.Tensor:
+        """Return the ids to feed [N]: those of prompts, and of the other rows what was sampled last."""
+        if not any(row.ids for row in rows):
+            return self._last_ids[packed.slot_index]
+        tokens = torch.tensor([id for row in rows for id in row.ids or (0,)], device=self.device)
+        decoding = [b for b, row in enumerate(rows) if not row.ids]
+        if decoding:
+            tokens[packed.first[decoding]] = self._last_ids[packed.slot_tensor[decoding]]
+        return tokens
+
+
+def _slot(row: Row) -> int:
+    return row.sequence.slot

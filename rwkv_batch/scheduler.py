@@ -1,0 +1,164 @@
+"""Who owns a slot, and what runs in the next step. Plain Python: no torch, no model, no text.
+
+Requests queue in the order they came. The one in front starts what its loop allows: a wave of a sync batch, one row of a
+continuous batch, which then goes to the back. A wave that does not fit is passed over by up to `patience` rows; then nothing
+behind it starts before it does, so that it waits only for rows that run already.
+"""
+
+from collections import deque
+
+from rwkv_batch.continuous_batch import ContinuousBatch
+from rwkv_batch.plan import Batch, FreeSlots, Plan, PromptQueue, Row
+from rwkv_batch.request import Request, Sequence
+from rwkv_batch.sync_batch import SyncBatch
+
+
+class Scheduler:
+    """Rows of all requests in `num_slots` slots.
+
+    prefill_budget  prompt tokens a plan may feed
+    mixed           whether a plan may feed prompts and decode; if not, plans of the two kinds alternate while both have work
+    patience        rows that may start while a sync wave in front of them waits for room
+    """
+
+    def __init__(self, *, num_slots: int, prefill_budget: int, mixed: bool, patience: int = 64):
+        self.num_slots = num_slots
+        self.mixed = mixed
+        self.patience = patience
+        self._free = FreeSlots(num_slots)
+        self._batches: dict[str, Batch] = {}  # every live request
+        self._queue: deque[Batch] = deque()  # those that are ready to start rows
+        self._settled = True  # whether nothing has changed since no more rows could start
+        self._prompts = PromptQueue(prefill_budget)
+        self._decoding: dict[Sequence, Row] = {}  # rows whose prompt is fed and that may still sample
+        self._decoded_last = True
+
+    @property
+    def num_running(self) -> int:
+        """Rows that own a slot."""
+        return self.num_slots - len(self._free)
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows that have not started."""
+        return sum(len(batch.waiting) for batch in self._batches.values())
+
+    @property
+    def num_free(self) -> int:
+        """Slots nobody owns."""
+        return len(self._free)
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue all rows of `request` and return them in order; ValueError if its id is live or a prompt is empty."""
+        if request.id in self._batches:
+            raise ValueError(f"request {request.id!r} is live already")
+        if not all(request.prompts):
+            raise ValueError(f"request {request.id!r} has an empty prompt")
+        sequences = [Sequence(request, index) for index in range(len(request.prompts))]
+        if sequences:
+            batch = SyncBatch(sequences, self.num_slots) if request.loop == "sync" else ContinuousBatch(sequences)
+            self._batches[request.id] = batch
+            self._queue.append(batch)
+            self._settled = False
+        return sequences
+
+    def next_plan(self) -> Plan | None:
+        """Start what may start and return the rows of the next step; None if there is nothing to run.
+
+        Counts what it plans: `num_fed` and `num_sampled` are ahead of the device. A row is planned until `finish` or `cancel`,
+        or until it has sampled `max_tokens` times; its slot is its own until then too.
+        """
+        if not self._settled:
+            self._start_rows()
+        if self.mixed:
+            rows = self._decode()  # before the prompts: a row decodes in the plan after the one that ends its prompt
+            rows += self._feed_prompts()
+        elif self._prompts and (self._decoded_last or not self._decoding):
+            rows = self._feed_prompts()
+            self._decoded_last = False
+        else:
+            rows = self._decode()
+            self._decoded_last = True
+        return Plan(rows) if rows else None
+
+    def finish(self, sequence: Sequence) -> None:
+        """End a running row: its slot is free for the next plan. KeyError if it does not run."""
+        request_id = sequence.request.id
+        batch = self._batches[request_id]
+        was_ready = batch.ready
+        batch.running.remove(sequence)
+        self._release(sequence)
+        if batch.ready and not was_ready:
+            self._queue.append(batch)
+        elif not batch.running and not batch.waiting:
+            del self._batches[request_id]
+
+    def settle(self, sequence: Sequence, ids: list[int]) -> None:
+        """Stop a running row and feed it `ids` without sampling; it keeps its slot until `finish`."""
+        self._decoding.pop(sequence, None)
+        sequence.settling = True
+        sequence.prompt = ids
+        sequence.num_fed = 0
+        if ids:
+            self._prompts.add(sequence)
+
+    def cancel(self, request_id: str) -> list[Sequence]:
+        """End all rows of a request and return those that had not ended, in order; none if the request is not live."""
+        batch = self._batches.pop(request_id, None)
+        if batch is None:
+            return []
+        if batch.ready:
+            self._queue.remove(batch)
+            self._settled = False
+        for sequence in batch.running:
+            self._release(sequence)
+        return sorted([*batch.running, *batch.waiting], key=lambda sequence: sequence.index)
+
+    def _start_rows(self) -> None:
+        """Give free slots to the requests in the queue, each its turn."""
+        passed_over: list[Batch] = []  # the first of them has waited longest
+        while self._queue and self._free and not (passed_over and passed_over[0].num_passed_over >= self.patience):
+            batch = self._queue.popleft()
+            sequences = batch.start(len(self._free))
+            if not sequences:
+                passed_over.append(batch)
+                continue
+            for sequence in sequences:
+                sequence.slot = self._free.take()
+                self._prompts.add(sequence)
+            for waiting in passed_over:
+                waiting.num_passed_over += len(sequences)
+            batch.num_passed_over = 0
+            if batch.ready:
+                self._queue.append(batch)
+        self._queue.extendleft(reversed(passed_over))
+        self._settled = True
+
+    def _feed_prompts(self) -> list[Row]:
+        """Return the next pieces of prompts; rows that sample with it decode from the next plan on."""
+        rows = self._prompts.take()
+        for row in rows:
+            if row.sample:
+                row.sequence.num_sampled = 1
+                if row.sequence.request.max_tokens > 1:
+                    self._decoding[row.sequence] = Row(row.sequence, ids=[], sample=True)
+        return rows
+
+    def _decode(self) -> list[Row]:
+        """Return one row for every decoding sequence. The rows are the same objects in every plan, to save time."""
+        rows = list(self._decoding.values())
+        for row in rows:
+            sequence = row.sequence
+            sequence.num_sampled += 1
+            if sequence.num_sampled == sequence.request.max_tokens:
+                del self._decoding[sequence]
+        return rows
+
+    def _release(self, sequence: Sequence) -> None:
+        """Take the slot of a row that ended, and plan it no more."""
+        if sequence.num_fed < len(sequence.prompt):
+            self._prompts.remove(sequence)
+        self._decoding.pop(sequence, None)
+        self._free.give(sequence.slot)
+        sequence.slot = -1
+        self._settled = False

@@ -1,0 +1,205 @@
+"""Text to ids and ids to bytes, for the two vocabularies RWKV-7 models have: World, and the 256 byte values.
+
+Both are greedy: at every place the longest token that fits is taken. World text is encoded by pyrwkv-tokenizer; the table of
+token bytes is read here from the vocabulary file inside that package, because its own decoder knows only whole, valid text.
+Knows nothing of templates, special texts or HTTP. Id 0 is the end of text: it has no bytes, and no text encodes to it.
+"""
+
+import ast
+import hashlib
+from collections.abc import Sequence
+from importlib import resources
+
+import pyrwkv_tokenizer
+
+from rwkv_batch.errors import CheckpointError, InvalidRequest
+
+WORLD_FILE = "rwkv_vocab_v20230424.txt"
+WORLD_IDS = 65_530  # ids the World vocabulary has, the end of text included
+WORLD_ROWS = 65_536  # rows of the output layer it is padded to
+SLICE_BYTES = 32_768  # the encoder holds the GIL for about 1.3 ms over so much text
+
+
+class Tokenizer:
+    """A vocabulary of `vocab_size` ids.
+
+    token_bytes  what each id stands for: b"" for id 0, None for ids that the vocabulary lacks
+    unused_ids   the ids with None: never to be sampled or fed
+    fingerprint  SHA-256 of the vocabulary, hexadecimal
+    """
+
+    def __init__(self, name: str, token_bytes: list[bytes | None], fingerprint: str):
+        self.name = name
+        self.token_bytes = token_bytes
+        self.vocab_size = len(token_bytes)
+        self.fingerprint = fingerprint
+        self.unused_ids = [token for token, data in enumerate(token_bytes) if data is None]
+        self._ids = {data: token for token, data in enumerate(token_bytes) if data}
+        self._lengths = _lengths_by_start(self._ids)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`; InvalidRequest if it holds lone surrogates or a character that has no token."""
+        return self.encode_bytes(_utf8(text))
+
+    def encode_bytes(self, data: bytes) -> list[int]:
+        """Return the ids of `data`, which need not be valid UTF-8; InvalidRequest for a byte that has no token.
+
+        Plain Python, some MB/s: meant for the rest of a token, not for prompts.
+        """
+        tokens = []
+        start = 0
+        while start < len(data):
+            token, length = self._longest_token(data, start)
+            tokens.append(token)
+            start += length
+        return tokens
+
+    def decode_bytes(self, tokens: Sequence[int]) -> bytes:
+        """Return the bytes of `tokens`, none for id 0; InvalidRequest if the vocabulary lacks one of them."""
+        table = self.token_bytes
+        try:
+            if tokens and min(tokens) < 0:
+                raise IndexError
+            return b"".join([table[token] for token in tokens])
+        except (IndexError, TypeError):
+            raise InvalidRequest(f"token ids must be ids of the {self.name} vocabulary") from None
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`; bytes that are no UTF-8 become U+FFFD. Raises as `decode_bytes` does."""
+        return self.decode_bytes(tokens).decode(errors="replace")
+
+    def _longest_token(self, data: bytes, start: int) -> tuple[int, int]:
+        """Return (id, length in bytes) of the longest token that `data` has at `start`."""
+        for length in self._lengths.get(data[start : start + 2], ()):
+            token = self._ids.get(data[start : start + length])
+            if token is not None:
+                return token, min(length, len(data) - start)
+        token = self._ids.get(data[start : start + 1])
+        if token is None:
+            raise InvalidRequest(f"the {self.name} vocabulary has no token for the byte {data[start]}")
+        return token, 1
+
+
+class WorldTokenizer(Tokenizer):
+    """The World vocabulary of 65,530 ids, padded to `vocab_size`."""
+
+    def __init__(self, vocab_size: int = WORLD_ROWS):
+        path = resources.files(pyrwkv_tokenizer) / WORLD_FILE
+        data = path.read_bytes()
+        token_bytes = _parse_vocabulary(data.decode(), vocab_size)
+        super().__init__("World", token_bytes, hashlib.sha256(data).hexdigest())
+        self._longest = max(map(len, self._ids))
+        with resources.as_file(path) as file:
+            self._encoder = pyrwkv_tokenizer.WorldTokenizer(str(file))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`; InvalidRequest if it holds lone surrogates.
+
+        A token depends on the `_longest` bytes from its start on and on nothing before it. So a slice is encoded, its last
+        tokens are given up, and the next slice begins where they did: the same ids as in one piece, for any text.
+        """
+        data = _utf8(text)
+        tokens: list[int] = []
+        start = 0
+        size = SLICE_BYTES
+        while len(data) - start > size:
+            piece = data[start : _character_start(data, start + size)]
+            ids = self._encoder.encode(piece.decode())
+            kept, length = self._settled(ids, piece)
+            if kept:
+                tokens += ids[:kept]
+                start += length
+                size = SLICE_BYTES
+            else:
+                size *= 2
+        return tokens + self._encoder.encode(data[start:].decode())
+
+    def _settled(self, ids: list[int], piece: bytes) -> tuple[int, int]:
+        """Return how many leading `ids` more text cannot change, and their length in bytes, which ends at a character's end.
+
+        (0, 0) if there are none.
+        """
+        length = len(piece)
+        for kept in range(len(ids) - 1, 0, -1):
+            length -= len(self.token_bytes[ids[kept]])
+            if len(piece) - length >= self._longest and _starts_character(piece[length]):
+                return kept, length
+        return 0, 0
+
+
+class ByteTokenizer(Tokenizer):
+    """One id for each byte value but 0, whose id is the end of text."""
+
+    def __init__(self):
+        token_bytes = [b"", *(bytes([value]) for value in range(1, 256))]
+        super().__init__("byte", token_bytes, hashlib.sha256(bytes(range(256))).hexdigest())
+
+    def encode_bytes(self, data: bytes) -> list[int]:
+        """Return the byte values of `data`; InvalidRequest if it holds the byte 0."""
+        if 0 in data:
+            raise InvalidRequest("the byte vocabulary has no token for the byte 0")
+        return list(data)
+
+
+def for_vocab(vocab_size: int) -> Tokenizer:
+    """Return the tokenizer of a model with `vocab_size` output rows; CheckpointError if no vocabulary has that size."""
+    if vocab_size == 256:
+        return ByteTokenizer()
+    if WORLD_IDS <= vocab_size <= WORLD_ROWS:
+        return WorldTokenizer(vocab_size)
+    raise CheckpointError(
+        f"no tokenizer for a vocabulary of {vocab_size} ids; known: 256 (bytes), {WORLD_IDS} to {WORLD_ROWS} (World)"
+    )
+
+
+def _parse_vocabulary(text: str, vocab_size: int) -> list[bytes | None]:
+    """Return the bytes of every id in `text`, whose lines are "id literal length"; CheckpointError for a line that is not."""
+    table: list[bytes | None] = [None] * vocab_size
+    table[0] = b""
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
+        try:
+            token, rest = line.split(" ", 1)
+            literal, length = rest.rsplit(" ", 1)
+            data = _literal_bytes(literal)
+            if not data or len(data) != int(length) or table[int(token)] is not None or int(token) < 0:
+                raise ValueError
+            table[int(token)] = data
+        except (ValueError, IndexError, SyntaxError, AttributeError):
+            raise CheckpointError(f"{WORLD_FILE}, line {number}: not an id, its literal and its length in bytes") from None
+    return table
+
+
+def _literal_bytes(literal: str) -> bytes:
+    """Return what a Python literal of str or bytes stands for, str as UTF-8."""
+    if "\\" not in literal and literal[0] == literal[-1] != "b":
+        return literal[1:-1].encode()  # most of them; ast alone would triple the loading time
+    value = ast.literal_eval(literal)
+    return value if isinstance(value, bytes) else value.encode()
+
+
+def _lengths_by_start(ids: dict[bytes, int]) -> dict[bytes, list[int]]:
+    """Return for each pair of bytes the lengths of the tokens that begin with it, longest first."""
+    lengths: dict[bytes, set[int]] = {}
+    for data in ids:
+        lengths.setdefault(data[:2], set()).add(len(data))
+    return {start: sorted(found, reverse=True) for start, found in lengths.items()}
+
+
+def _utf8(text: str) -> bytes:
+    """Return `text` as UTF-8; InvalidRequest if it holds lone surrogates."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the text has a lone surrogate at character {error.start}") from None
+
+
+def _starts_character(byte: int) -> bool:
+    """Whether `byte`, out of valid UTF-8, is the first of a character."""
+    return byte & 0xC0 != 0x80
+
+
+def _character_start(data: bytes, position: int) -> int:
+    """Return the last place up to `position` in valid UTF-8 where a character starts."""
+    while not _starts_character(data[position]):
+        position -= 1
+    return position
