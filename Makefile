@@ -1,0 +1,61 @@
+# `make serve` and `make test` set up what they need in .venv and run; `make help` lists the rest.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: help serve test test-long lint format bench clean
+
+help:
+	@echo "make serve [ARGS='--model-path M.pth --password P']   serve a model"
+	@echo "make test          lint and run the tests that need no GPU (minutes)"
+	@echo "make test-long     run them with their full counts and write test/results/long.txt"
+	@echo "make bench         measure this machine's CPU against the PyPI package rwkv"
+	@echo "make lint, format  check or rewrite the style"
+	@echo "PYTHON=python3.12 make ...   with another Python; a torch it already has is used, never replaced"
+
+serve: $(VENV)/.ready
+	$(BIN)/python app.py $(ARGS)
+
+test: $(VENV)/.ready-test lint
+	$(BIN)/python -m pytest
+
+test-long: $(VENV)/.ready-test lint
+	mkdir -p test/results
+	$(BIN)/python -m pytest -m "not gpu" --timeout 3600 --durations 15 > test/results/long.txt; \
+	status=$$?; tail -n 30 test/results/long.txt; exit $$status
+
+lint: $(VENV)/.ready-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.ready-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.ready-test
+	$(BIN)/python bench/cpu.py $(ARGS)
+
+clean:
+	rm -rf $(VENV)
+
+# Where the chosen Python has torch, the environment sees it and torch's pin is left out, so that pip keeps it.
+$(VENV)/constraints.txt: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=..."; exit 1; }
+	@if $(PYTHON) -c 'import torch' 2> /dev/null; then \
+		echo "using the torch of $(PYTHON)"; \
+		$(PYTHON) -m venv --system-site-packages $(VENV) && grep -v '^torch==' constraints.txt > $@; \
+	else \
+		$(PYTHON) -m venv $(VENV) && cp constraints.txt $@; \
+	fi
+
+$(VENV)/.ready: requirements.txt $(VENV)/constraints.txt
+	@echo "installing into $(VENV) (torch is the large part)"
+	$(PIP) -r requirements.txt -c $(VENV)/constraints.txt
+	@touch $@
+
+$(VENV)/.ready-test: requirements-test.txt $(VENV)/.ready
+	$(PIP) -r requirements-test.txt -c $(VENV)/constraints.txt
+	@touch $@

@@ -1,0 +1,116 @@
+#!/usr/bin/env python3
+"""Compare this project with the PyPI package `rwkv` on your own weights: greedy text, then tokens a second.
+
+    python bench/verify.py --model-path RWKV-x070-World-0.1B.pth [--tokens 64] [--threads N]
+
+Prints where the two texts part, if they do, and how close the two best logits were there: fp32 sums rounded in another order
+may turn near-ties, anything else is an error. Exits with 1 then.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from rwkv_batch import weights as weights_module
+from rwkv_batch.assembly import valid_ids
+from rwkv_batch.errors import RwkvBatchError
+from rwkv_batch.model import Model
+from rwkv_batch.reference import Rows
+from rwkv_batch.state import State
+from rwkv_batch.tokenizer import for_vocab
+
+PROMPTS = [
+    "The Eiffel tower is in the city of",
+    "User: What is the capital of Japan?\n\nAssistant:",
+    "English: Good morning, how are you today?\n\nChinese:",
+    "User: 请用一句话介绍北京。\n\nAssistant: <think>\n</think>\n",
+    "def fibonacci(n):\n",
+    "Once upon a time, there was a small fox who",
+    "1, 2, 3, 4, 5,",
+    "The three laws of thermodynamics are",
+]
+NEAR_TIE = 1e-3
+
+
+def ours(model: Model, prompt: list[int], count: int) -> tuple[list[int], list[float], float, float]:
+    """Return (greedy ids, margins of the best over the second logit, seconds of prefill, seconds of decode)."""
+    state, ids, margins = State(model.weights.shape, 1), [], []
+    started = time.perf_counter()
+    logits = model.forward(torch.tensor(prompt), Rows([0], [len(prompt)]), state)
+    prefilled = time.perf_counter()
+    one = Rows([0], [1])
+    for _ in range(count):
+        best = logits[0].topk(2)
+        ids.append(int(model.weights.output_ids[best.indices[0]]))
+        margins.append(float(best.values[0] - best.values[1]))
+        logits = model.forward(torch.tensor(ids[-1:]), one, state)
+    return ids, margins, prefilled - started, time.perf_counter() - prefilled
+
+
+def theirs(model, prompt: list[int], count: int) -> tuple[list[int], float, float]:
+    """Return (greedy ids, seconds of prefill, seconds of decode)."""
+    ids = []
+    started = time.perf_counter()
+    logits, state = model.forward(prompt, None)
+    prefilled = time.perf_counter()
+    for _ in range(count):
+        ids.append(int(logits.argmax()))
+        logits, state = model.forward([ids[-1]], state)
+    return ids, prefilled - started, time.perf_counter() - prefilled
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=0)
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    os.environ.update(RWKV_V7_ON="1", RWKV_JIT_ON="1", RWKV_CUDA_ON="0")
+    try:
+        from rwkv.model import RWKV
+    except ImportError:
+        print("error: this comparison needs the PyPI package rwkv: pip install rwkv", file=sys.stderr)
+        return 2
+    try:
+        file = weights_module.find_checkpoint(args.model_path)
+        tensors = weights_module.read_file(file)
+        tokenizer = for_vocab(weights_module.check_tensors(tensors, str(file)).vocab_size)
+        model = Model(weights_module.load(file, valid_ids=lambda vocab_size: valid_ids(tokenizer)))
+    except RwkvBatchError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 2
+    for line in weights_module.iter_summary(model.weights):
+        print(line)
+    peer = RWKV(model=str(file).removesuffix(".pth"), strategy="cpu fp32")
+    wrong, seconds = 0, [0.0] * 4
+    num_prompt = 0
+    for text in PROMPTS:
+        prompt = tokenizer.encode(text)
+        num_prompt += len(prompt)
+        ids, margins, *spent = ours(model, prompt, args.tokens)
+        peer_ids, *peer_spent = theirs(peer, prompt, args.tokens)
+        seconds = [a + b for a, b in zip(seconds, [*spent, *peer_spent], strict=True)]
+        print(f"\n{text!r}\n  {tokenizer.decode(ids)!r}")
+        if ids != peer_ids:
+            at = next(i for i, pair in enumerate(zip(ids, peer_ids, strict=True)) if pair[0] != pair[1])
+            near = margins[at] < NEAR_TIE
+            wrong += not near
+            print(f"  parts from rwkv at token {at}, margin {margins[at]:.2e}: {'a near-tie' if near else 'AN ERROR'}")
+    num_decoded = args.tokens * len(PROMPTS)
+    print(f"\n{len(PROMPTS) - wrong} of {len(PROMPTS)} texts agree with rwkv (near-ties apart)")
+    print(f"{'tokens/s':10}{'prefill':>10}{'decode':>10}")
+    print(f"{'ours':10}{num_prompt / seconds[0]:10.1f}{num_decoded / seconds[1]:10.1f}")
+    print(f"{'rwkv':10}{num_prompt / seconds[2]:10.1f}{num_decoded / seconds[3]:10.1f}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
