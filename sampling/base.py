@@ -1,0 +1,258 @@
+"""What every sampler shares: the controls of the slots, the result of a step, the protocol. No sampling rule is here.
+
+Words: a *row* is a line of the logits, a *slot* is where its sequence lives, a *column* is a position in the logits. Column j
+is token `ids[j]`; ids that cannot be decoded have no column.
+
+Random numbers, for every sampler on every device (`philox.py`):
+
+    key      k0, k1 = low and high half of the slot's 64-bit seed
+    counter  c0 = sampled-token index of the row (0 for its first sampled token), modulo 2^32
+             c1 = 0 for the one number that a draw needs, 1 for the noise of a column
+             c2 = choice index modulo 2^32
+             c3 = 0 for a draw, token id // 4 for the noise of a column
+    word     0 for a draw, token id % 4 for the noise of a column
+    u        (2 * (word >> 9) + 1) * 2^-24, exact in float32, in (0, 1)
+
+Nothing else enters, so a row's numbers do not depend on its neighbours, its slot, its place in the batch or the filters, and
+noise may be left unevaluated on columns that cannot win.
+"""
+
+import bisect
+import secrets
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from sampling.params import SamplingParams
+
+RULES = ("joint", "sequential", "gumbel", "noise")  # the codes in Controls.rule
+END = 0  # the end token
+NEVER = 1 << 62  # a step that no sequence reaches
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+MIN_TOP_P = 1e-9  # below every possible largest probability, so that anything less means the same and would only underflow
+
+Way = Literal["greedy", "plain", "joint", "sequential", "noisy"]
+
+
+class Needs(NamedTuple):
+    """What a slot's rows need, known on the host, so that a step skips the rest without asking the device.
+
+    way        how the token is found: the largest logit; a draw from the whole softmax; a draw behind one of the two filters;
+               the largest logit after noise (rules "gumbel" and "noise")
+    logprobs   None, or how many of the most likely tokens to report
+    """
+
+    way: Way = "greedy"
+    penalized: bool = False
+    biased: bool = False
+    end_masked: bool = False
+    logprobs: int | None = None
+
+
+class Controls:
+    """The sampling controls of S slots, on the device, where a captured graph reads them. U columns.
+
+    temperature      [S] fp32, within 0.001 .. 1000
+    top_k            [S] int32, 1 .. U; U = off
+    top_p            [S] fp32, 1e-9 .. 1, or +inf = off
+    alpha_presence   [S] fp32, what a token's first hit adds to its penalty; alpha_frequency where presence was given as 0
+    alpha_frequency  [S] fp32, what each later hit adds
+    alpha_decay      [S] fp32
+    noise            [S] fp32
+    rule             [S] int8, index into RULES
+    greedy           [S] bool
+    penalized        [S] bool
+    seed             [S] int64, the bits of the unsigned 64-bit seed
+    choice           [S] int64
+    step             [S] int64, sampled-token index; a sampler adds one for each row it samples
+    first_end        [S] int64, the first step at which the end token may be sampled
+    bias_columns     [S, K] int64 and bias_values [S, K] fp32: the logit bias, unused places hold column 0 and bias 0;
+                     None before the first biased row, K doubles when a row needs more (a captured graph is then stale)
+    penalties        [S, U] fp32, by column; None before the first penalised row, read only in slots with `penalized`
+    needs            S host records
+    host_step        S host copies of `step`
+    """
+
+    def __init__(self, num_slots: int, ids: Tensor, device: torch.device | str):
+        def full(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((num_slots,), value, dtype=dtype, device=device)
+
+        self.num_slots = num_slots
+        self.device = torch.device(device)
+        self.num_columns = len(ids)
+        self._ids = ids.tolist()
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
+        self.needs = [Needs()] * num_slots
+        self.host_step = [0] * num_slots
+        self.temperature = full(1, torch.float32)
+        self.top_k = full(self.num_columns, torch.int32)
+        self.top_p = full(torch.inf, torch.float32)
+        self.alpha_presence = full(0, torch.float32)
+        self.alpha_frequency = full(0, torch.float32)
+        self.alpha_decay = full(1, torch.float32)
+        self.noise = full(0, torch.float32)
+        self.rule = full(0, torch.int8)
+        self.greedy = full(True, torch.bool)
+        self.penalized = full(False, torch.bool)
+        self.seed = full(0, torch.int64)
+        self.choice = full(0, torch.int64)
+        self.step = full(0, torch.int64)
+        self.first_end = full(0, torch.int64)
+        self.bias_columns: Tensor | None = None
+        self.bias_values: Tensor | None = None
+        self.penalties: Tensor | None = None
+
+    def start(self, slot: int, params: SamplingParams, choice: int) -> None:
+        """Set the controls of one slot that a sequence takes."""
+        self.start_many([slot], [params], [choice])
+
+    def start_many(self, slots: Sequence[int], params: Sequence[SamplingParams], choices: Sequence[int]) -> None:
+        """Set the controls of slots that sequences take: step 0, no penalties, a fresh seed where none is given.
+
+        One copy to the device for each kind of control, however many slots there are.
+        """
+        if not len(slots) == len(params) == len(choices):
+            raise ValueError(f"slots, params and choices differ in length: {len(slots)}, {len(params)}, {len(choices)}")
+        if not slots:
+            return
+        index = self._copied(slots, torch.int64)
+        for control, values in (
+            (self.temperature, [min(max(p.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE) for p in params]),
+            (self.top_k, [self._top_k(p) for p in params]),
+            (self.top_p, [_top_p(p) for p in params]),
+            (self.alpha_presence, [p.alpha_presence or p.alpha_frequency for p in params]),
+            (self.alpha_frequency, [p.alpha_frequency for p in params]),
+            (self.alpha_decay, [p.alpha_decay for p in params]),
+            (self.noise, [p.noise for p in params]),
+            (self.rule, [RULES.index(p.rule) for p in params]),
+            (self.greedy, [p.greedy for p in params]),
+            (self.penalized, [p.penalized for p in params]),
+            (self.seed, [_signed(secrets.randbits(64) if p.seed is None else p.seed) for p in params]),
+            (self.choice, choices),
+            (self.step, [0] * len(slots)),
+            (self.first_end, [self._first_end(p) for p in params]),
+        ):
+            control.index_copy_(0, index, self._copied(values, control.dtype))
+        biases = [self._bias(p) for p in params]
+        self._start_bias(index, biases)
+        self._start_penalties(index, params)
+        for slot, p, bias in zip(slots, params, biases, strict=True):
+            end_masked = self._first_end(p) > 0
+            self.needs[slot] = Needs(self._way(p), p.penalized, bool(bias), end_masked, p.logprobs)
+            self.host_step[slot] = 0
+
+    def advance(self, slots: Tensor, slot_list: Sequence[int]) -> None:
+        """Count one sampled token in each slot; `slots` [B] and `slot_list` are the same."""
+        self.step.index_add_(0, slots, self._one.expand(len(slot_list)))
+        for slot in slot_list:
+            self.host_step[slot] += 1
+
+    def _copied(self, values: Sequence, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
+
+    def _top_k(self, params: SamplingParams) -> int:
+        return params.top_k if 0 < params.top_k <= self.num_columns else self.num_columns
+
+    def _first_end(self, params: SamplingParams) -> int:
+        if self._ids[0] != END:
+            return 0
+        return NEVER if params.ignore_eos else max(params.min_tokens, 0)
+
+    def _way(self, params: SamplingParams) -> Way:
+        if params.greedy:
+            return "greedy"
+        if params.rule in ("gumbel", "noise"):
+            return "noisy"
+        if self._top_k(params) == self.num_columns and _top_p(params) == torch.inf:
+            return "plain"
+        return params.rule
+
+    def _bias(self, params: SamplingParams) -> dict[int, float]:
+        """Return the logit bias by column; a token named twice gets the sum, a token without a column is left out."""
+        bias: dict[int, float] = {}
+        for token, value in params.logit_bias:
+            column = bisect.bisect_left(self._ids, token)
+            if column < self.num_columns and self._ids[column] == token:
+                bias[column] = bias.get(column, 0.0) + value
+        return bias
+
+    def _start_bias(self, index: Tensor, biases: list[dict[int, float]]) -> None:
+        longest = max(len(bias) for bias in biases)
+        if self.bias_columns is None and longest == 0:
+            return
+        self._widen_bias(longest)
+        width = self.bias_columns.shape[1]
+        padded = [list(bias.items()) + [(0, 0.0)] * (width - len(bias)) for bias in biases]
+        self.bias_columns.index_copy_(0, index, self._copied([[c for c, _ in row] for row in padded], torch.int64))
+        self.bias_values.index_copy_(0, index, self._copied([[v for _, v in row] for row in padded], torch.float32))
+
+    def _widen_bias(self, num_pairs: int) -> None:
+        old_width = 0 if self.bias_columns is None else self.bias_columns.shape[1]
+        if num_pairs <= old_width:
+            return
+        width = max(16, 1 << (num_pairs - 1).bit_length())
+        columns = torch.zeros(self.num_slots, width, dtype=torch.int64, device=self.device)
+        values = torch.zeros(self.num_slots, width, dtype=torch.float32, device=self.device)
+        if old_width:
+            columns[:, :old_width] = self.bias_columns
+            values[:, :old_width] = self.bias_values
+        self.bias_columns, self.bias_values = columns, values
+
+    def _start_penalties(self, index: Tensor, params: Sequence[SamplingParams]) -> None:
+        if not any(p.penalized for p in params):
+            return
+        if self.penalties is None:
+            self.penalties = torch.zeros(self.num_slots, self.num_columns, dtype=torch.float32, device=self.device)
+        self.penalties.index_fill_(0, index, 0)
+
+
+def _top_p(params: SamplingParams) -> float:
+    return max(params.top_p, MIN_TOP_P) if 0 < params.top_p < 1 else torch.inf
+
+
+def _signed(seed: int) -> int:
+    """Return the low 64 bits of a seed as a signed integer, which int64 tensors hold."""
+    bits = seed & ((1 << 64) - 1)
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+class Sampled(NamedTuple):
+    """What one step sampled, on the device. B rows.
+
+    ids           [B] int64 token ids; 0 in rows that are not finite
+    finite        [B] bool; False where the row's logits held NaN or +inf, or nothing but -inf
+    logprobs      [B] fp32 log-probability of the sampled token; None when no row asked, NaN in rows that did not
+    top_ids       [B, n] int64 most likely tokens, likeliest first, ties to the lowest id; n is the most that a row asked for,
+                  so a row that asked for fewer reads its first ones; -1 in rows that did not ask
+    top_logprobs  [B, n] fp32
+
+    Log-probabilities are the log-softmax of the model's logits after the logit bias and the masked end token, so that a token
+    that cannot be sampled is not reported as likely, and before penalties, temperature and filters: what the model says, not
+    what the row's history and filters made of it.
+    """
+
+    ids: Tensor
+    finite: Tensor
+    logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+
+class Sampler(Protocol):
+    """Turns logits into token ids, one for each row, and moves the controls of the sampled slots on by one step."""
+
+    controls: Controls
+
+    def start_many(self, slots: Sequence[int], params: Sequence[SamplingParams], choices: Sequence[int]) -> None:
+        """See `Controls.start_many`."""
+
+    def sample(self, logits: Tensor, slots: Tensor, slot_list: Sequence[int] | None = None) -> Sampled:
+        """Sample one token for each row.
+
+        Args:
+            logits: [B, U] fp32, fp16 or bf16; columns masked by the model hold -inf; left unchanged
+            slots: [B] int64, distinct
+            slot_list: the same slots on the host; a caller that has them saves the device a synchronisation
+        """
