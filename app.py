@@ -1,0 +1,568 @@
+"""The command line and the supervisor: reads the settings, starts one engine process and some HTTP processes, watches them, and
+ends them together.
+
+Children are fresh interpreters of this same file (`--role`), each with one socket to the supervisor as its standard input: the
+settings come in by it, orders and reports pass over it, and its end means that the other side is dead. Exit codes: 0 orderly,
+2 wrong setting, busy port or unusable checkpoint, 70 a step failed or hung (engine), 71 too many crashes (supervisor).
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rwkv_batch import __version__, metrics
+from rwkv_batch.config import Config, find_model, load
+from rwkv_batch.errors import CheckpointError, RwkvBatchError, Unavailable, UsageError
+
+if TYPE_CHECKING:
+    from rwkv_batch.channel import EngineInfo
+
+log = logging.getLogger("rwkv_batch.app")
+
+EXIT_USAGE, EXIT_ENGINE, EXIT_CRASHES = 2, 70, 71
+FOLDER_PREFIX = "rwkv-batch-"
+HTTP_STOP_SECONDS = 3.0  # from the order to stop until a process is killed
+ENGINE_STOP_SECONDS = 20.0
+STEADY_SECONDS = 10.0  # a process that lived longer has started well
+MAX_FAILED_STARTS = 5
+SWITCH_SECONDS = 0.05  # the HTTP processes' threads hold the interpreter's lock for microseconds; forced switches only cost
+
+
+class Birth(msgspec.Struct):
+    """The first line a child reads."""
+
+    config: Config
+    folder: str
+    index: int
+    parent: int
+
+
+# --- the supervisor ---
+
+
+class Child:
+    """One process and the socket to it."""
+
+    def __init__(self, role: str, index: int, config: Config, folder: Path):
+        self.role = role
+        self.index = index
+        self.ready = False
+        self.idle = False
+        self.began = time.monotonic()
+        self._unread = b""
+        self.socket, theirs = socket.socketpair()
+        hidden = ("ROBYN_", "RWKV_BATCH_PASSWORD", "RWKV_BATCH_CONFIG")
+        environ = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
+        if role == "http":
+            environ["TOKIO_WORKER_THREADS"] = "1"  # of a runtime that stays idle; the default is one thread for each CPU
+        command = [sys.executable, os.path.abspath(__file__), "--role", role]
+        self.process = subprocess.Popen(command, stdin=theirs, env=environ, process_group=0)
+        theirs.close()
+        self.socket.sendall(msgspec.json.encode(Birth(config, str(folder), index, os.getpid())) + b"\n")
+        self.socket.setblocking(False)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return "engine" if self.role == "engine" else f"HTTP process {self.index}"
+
+    def order(self, word: str) -> None:
+        """Send "drain" or "stop"; a dead child does not mind."""
+        with contextlib.suppress(OSError):
+            self.socket.sendall(word.encode() + b"\n")
+
+    def reports(self) -> list[dict[str, Any]]:
+        """What the child has said since last time."""
+        with contextlib.suppress(OSError):
+            while data := self.socket.recv(65536):
+                self._unread += data
+        *lines, self._unread = self._unread.split(b"\n")
+        return [msgspec.json.decode(line) for line in lines]
+
+
+class Supervisor:
+    """Keeps one engine and `config.http_workers` HTTP processes alive until told to stop."""
+
+    def __init__(self, config: Config, folder: Path):
+        self.config = config
+        self.folder = folder
+        self.children: list[Child] = []
+        self.due: list[tuple[float, str, int]] = []  # when, which role and index to start
+        self.crashes: deque[float] = deque()
+        self.failed_starts = 0
+        self.info: EngineInfo | None = None
+        self.announced = False
+        self.signals: list[int] = []
+        self.draining_until: float | None = None
+        self.selector = selectors.DefaultSelector()
+
+    def run(self) -> int:
+        """Start everything, watch it, stop it; returns the exit code."""
+        waker, wake = socket.socketpair()
+        for end in (waker, wake):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: self.signals.append(number))
+        self.selector.register(waker, selectors.EVENT_READ)
+        now = time.monotonic()
+        self.due = [(now, "engine", 0), *((now, "http", index) for index in range(self.config.http_workers))]
+        try:
+            while True:
+                code = self.turn()
+                if code is not None:
+                    return code
+                for key, _ in self.selector.select(timeout=0.1):
+                    if key.fileobj is waker:
+                        with contextlib.suppress(BlockingIOError):
+                            waker.recv(64)
+        finally:
+            for child in self.children:
+                child.process.kill()
+            for child in self.children:
+                child.process.wait()
+
+    def turn(self) -> int | None:
+        """Look at everything once; returns the exit code when it is time to go."""
+        for child in list(self.children):
+            for report in child.reports():
+                self.hear(child, report)
+            status = child.process.poll()
+            if status is not None and (code := self.bury(child, status)) is not None:
+                if self.announced:
+                    self.stop()
+                return code
+        now = time.monotonic()
+        if self.signals:
+            number = self.signals.pop(0)
+            if self.draining_until is not None:
+                say("stopping at once")
+                return 128 + number
+            self.drain(now)
+        if self.draining_until is not None:
+            waiting = [child for child in self.children if child.role == "http" and not child.idle]
+            return self.stop() if not waiting or now >= self.draining_until else None
+        for start in [start for start in self.due if start[0] <= now]:
+            self.due.remove(start)
+            self.start(*start[1:])
+        return None
+
+    def start(self, role: str, index: int) -> None:
+        """Start one process."""
+        child = Child(role, index, self.config, self.folder)
+        self.children.append(child)
+        self.selector.register(child.socket, selectors.EVENT_READ)
+
+    def hear(self, child: Child, report: dict[str, Any]) -> None:
+        """Take one report of a child."""
+        if report["event"] == "ready":
+            child.ready = True
+            if child.role == "engine":
+                from rwkv_batch.channel import EngineInfo
+
+                self.info = msgspec.convert(report["info"], EngineInfo)
+                if self.announced:
+                    log.warning("the engine is back")
+            if self.info is not None and not self.announced and all(child.ready for child in self.children):
+                self.announced = True
+                announce(self.config, self.info)
+        elif report["event"] == "idle":
+            child.idle = True
+
+    def bury(self, child: Child, status: int) -> int | None:
+        """A child has ended: decide whether and when it starts again; returns the exit code when the server must end."""
+        self.children.remove(child)
+        self.selector.unregister(child.socket)
+        child.socket.close()
+        metrics.forget(self.folder / "metrics", child.process.pid)
+        if self.draining_until is not None:
+            return None
+        now = time.monotonic()
+        reason = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        if child.role == "engine":
+            if status == EXIT_USAGE:
+                return EXIT_USAGE
+            self.crashes.append(now)
+            while now - self.crashes[0] > self.config.crash_window_seconds:
+                self.crashes.popleft()
+            if len(self.crashes) >= self.config.max_crashes:
+                log.error("the engine ended %s; %d times is too often, giving up", reason, len(self.crashes))
+                return EXIT_CRASHES
+            log.error("the engine ended %s and is started again", reason)
+            self.due.append((now + 0.2, "engine", 0))
+            return None
+        # An HTTP process can be ended from outside by a malformed body, so only failing to start counts against the server.
+        self.failed_starts = 0 if child.ready else self.failed_starts + 1
+        if self.failed_starts >= MAX_FAILED_STARTS:
+            log.error("the HTTP process ended %s before it could serve, %d times; giving up", reason, self.failed_starts)
+            return EXIT_CRASHES
+        log.error("%s ended %s and is started again", child.name, reason)
+        pause = 0.0 if now - child.began > STEADY_SECONDS else 0.5
+        self.due.append((now + pause, "http", child.index))
+        return None
+
+    def drain(self, now: float) -> None:
+        """Refuse what is new, let run what runs."""
+        say(f"finishing what runs, at most {self.config.drain_seconds:g} s; a second signal stops at once")
+        self.draining_until = now + self.config.drain_seconds
+        self.due.clear()
+        for child in self.children:
+            child.order("drain")
+
+    def stop(self) -> int:
+        """End the HTTP processes, then the engine; what does not end in time, or before the next signal, is killed."""
+        code = 0
+        for role, seconds in (("http", HTTP_STOP_SECONDS), ("engine", ENGINE_STOP_SECONDS)):
+            group = [child for child in self.children if child.role == role]
+            for child in group:
+                child.order("stop")
+            deadline = time.monotonic() + seconds
+            while any(child.process.poll() is None for child in group):
+                if self.signals or time.monotonic() > deadline:
+                    return 1  # `run` kills the rest
+                time.sleep(0.01)
+            if any(child.process.poll() for child in group):
+                code = 1
+        return code
+
+
+def say(text: str) -> None:
+    """A line for the person who started the server."""
+    print(text, flush=True)
+
+
+def announce(config: Config, info: "EngineInfo") -> None:
+    """What was loaded, on what, the limits, the address, and something to try."""
+    host = config.host or "127.0.0.1"
+    shown = f"[{host}]" if ":" in host else host
+    url = f"http://{'127.0.0.1' if shown == '0.0.0.0' else '[::1]' if shown == '[::]' else shown}:{config.port}"
+    why = "a password is set" if config.password else "no password is set"
+    size = (
+        f", {info.parameters / 1e6:,.0f} M weights, {info.layers} layers of {info.width}, loaded in {info.load_seconds:.1f} s"
+    )
+    size = size if info.parameters else ""
+    header = ' -H "Authorization: Bearer $PASSWORD"' if config.password else ""
+    say(f"rwkv_batch {__version__}")
+    say(f"  model    {config.served_model_name or info.model}{size}")
+    say(f"  device   {info.device}, {info.dtype}, operations: {info.ops}")
+    say(f"  batch    {info.slots} sequences at a time, {info.prefill_budget} prompt tokens a step")
+    say(
+        f"  limits   {config.max_prompts} prompts and {config.max_body_mib} MiB a request, {config.queue} requests waiting, "
+        f"{config.max_streams * config.http_workers} answers in progress"
+    )
+    say(f"  address  http://{shown}:{config.port}  ({why}; {config.http_workers} HTTP processes)")
+    if not config.password and not config.loopback:
+        say("  WARNING  anyone who can reach this address can use the server: set --password-file, or RWKV_BATCH_PASSWORD")
+    body = '{"contents": ["User: Hello!\\n\\nAssistant:"], "max_tokens": 64, "stream": true}'
+    say(f"  try      curl -N {url}/v1/chat/completions{header} -d '{body}'")
+
+
+def claim_port(config: Config) -> tuple[Config, socket.socket]:
+    """Make sure that the port is free and keep it for us; returns the settings with the port's number. Raises UsageError.
+
+    A port that another server shares (SO_REUSEPORT) would be shared with us silently, so the test goes without that option.
+    """
+    host = config.host or "127.0.0.1"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as test:
+            test.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            test.bind((host, config.port))
+            test.listen()
+            port = test.getsockname()[1]
+        claim = socket.socket(family, socket.SOCK_STREAM)
+        claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        claim.bind((host, port))
+    except OSError as error:
+        raise UsageError(f"--port: cannot listen on {host} port {config.port}: {error.strerror}", param="port") from None
+    return replace(config, port=port), claim
+
+
+def make_folder() -> Path:
+    """A folder only we may enter, for sockets and figures; folders of servers that were killed are removed."""
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    for old in base.glob(FOLDER_PREFIX + "*"):
+        pid = old.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdigit() and old.stat().st_uid == os.getuid() and not alive(int(pid)):
+                shutil.rmtree(old)
+    folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", dir=base))
+    (folder / "metrics").mkdir()
+    return folder
+
+
+def alive(pid: int) -> bool:
+    """Whether a process has this id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def main() -> int:
+    """Run the server; returns the exit code."""
+    if sys.argv[1:2] == ["--role"]:
+        return child_main(sys.argv[2])
+    folder = None
+    try:
+        config = load(sys.argv[1:], os.environ).resolved()
+        if config.fake_engine is None:
+            config = replace(config, model_path=str(find_model(config)))
+        set_up_logging(config)
+        config, claim = claim_port(config)
+        folder = make_folder()
+        say(f"loading {config.model_path or 'no model, the engine is a stand-in'}")
+        with claim:
+            return Supervisor(config, folder).run()
+    except RwkvBatchError as error:
+        print(f"error: {error.message}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- the children ---
+
+
+class Control:
+    """A child's side of the socket to the supervisor."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(fileno=os.dup(0))  # dup makes it close on exec, so that no compiler we start keeps it open
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        self._lines = self._socket.makefile("rb")
+        self.birth = msgspec.json.decode(self._lines.readline(), type=Birth)
+
+    def report(self, event: str, **more: Any) -> None:
+        """Tell the supervisor."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(msgspec.json.encode({"event": event, **more}) + b"\n")
+
+    def listen(self, orders: dict[str, Callable[[], None]]) -> None:
+        """Obey in a thread; when the supervisor is gone, end this process."""
+
+        def run() -> None:
+            with contextlib.suppress(OSError):
+                for line in self._lines:
+                    orders[line.decode().strip()]()
+            os._exit(1)
+
+        threading.Thread(target=run, name="control", daemon=True).start()
+
+
+def child_main(role: str) -> int:
+    """Be an HTTP process or the engine."""
+    # The supervisor decides when to stop; signals meant for it may reach all of us (a service manager sends them to the group).
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+    control = Control()
+    die_with(control.birth.parent)
+    config = control.birth.config
+    set_up_logging(config)
+    metrics.use_folder(Path(control.birth.folder) / "metrics")
+    return (engine_main if role == "engine" else http_main)(control, config, Path(control.birth.folder))
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the parent dies; elsewhere than on Linux the end of the control socket has to do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def set_up_logging(config: Config) -> None:
+    """Log to stderr. Client text in messages is JSON-escaped where it is logged, so one line stays one line."""
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname).1s %(process)d %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    for name in ("robyn", "actix_server", "actix_http", "asyncio"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def address_in(folder: Path) -> str:
+    """Where the engine listens for the HTTP processes."""
+    return f"ipc://{folder}/engine"
+
+
+def engine_main(control: Control, config: Config, folder: Path) -> int:
+    """The engine process: load, then step until told to stop."""
+    import faulthandler
+
+    from rwkv_batch.channel import EngineServer
+
+    faulthandler.enable()
+    server = EngineServer(address_in(folder), heartbeat=config.heartbeat, peer_seconds=config.peer_seconds)
+    server.on_beat = metrics.EngineMetrics().update
+    stopping = threading.Event()
+
+    def stop() -> None:
+        stopping.set()
+        if server.worker is None:
+            os._exit(0)
+        server.worker.stop()
+
+    control.listen({"drain": server.drain, "stop": stop})
+    server.start()
+    try:
+        if config.fake_engine is not None:
+            from rwkv_batch.fake_worker import build_worker
+        else:
+            from rwkv_batch.assembly import build_worker
+        worker = build_worker(config, server.deliver)
+    except (UsageError, CheckpointError) as error:
+        print(f"error: {error.message}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
+    server.attach(worker)
+    control.report("ready", info=worker.info)
+    if config.watchdog_seconds:
+        threading.Thread(target=watch, args=(worker, config.watchdog_seconds), name="watchdog", daemon=True).start()
+    try:
+        worker.run()
+    except Exception:
+        log.exception("the engine cannot go on")
+    server.close()
+    return 0 if stopping.is_set() else EXIT_ENGINE
+
+
+def watch(worker: Any, seconds: float) -> None:
+    """End this process when the worker takes longer than `seconds` for a turn."""
+    import faulthandler
+
+    while True:
+        time.sleep(min(1.0, seconds / 4))
+        late = time.monotonic() - worker.last_step
+        if late > seconds:
+            log.error("no step for %.0f s: the engine hangs and ends", late)
+            faulthandler.dump_traceback(all_threads=True)
+            os._exit(EXIT_ENGINE)
+
+
+def http_main(control: Control, config: Config, folder: Path) -> int:
+    """An HTTP process: Robyn with our routes."""
+    sys.argv = ["app.py", "--log-level", "WARNING", "--workers", "1", "--disable-openapi"]  # Robyn reads it when imported
+    import asyncio
+
+    from robyn import Robyn
+
+    from routes import register
+    from routes.reply import Site
+    from rwkv_batch.channel import EngineClient
+
+    client = EngineClient(address_in(folder), heartbeat=config.heartbeat, peer_seconds=config.peer_seconds)
+    site = Site(config, client, metrics.HttpMetrics())
+
+    def drain() -> None:
+        site.draining = True
+        threading.Thread(target=wait_idle, daemon=True).start()
+
+    def wait_idle() -> None:
+        while not site.idle:
+            time.sleep(0.02)
+        time.sleep(0.1)  # what was handed to Robyn last is still being written
+        control.report("idle")
+
+    def stop() -> None:
+        site.draining = True
+        client.fail_all(Unavailable("the server is stopping", code="draining"))
+        deadline = time.monotonic() + 1.0
+        while not site.idle and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.1)
+        sys.stderr.flush()
+        os._exit(0)
+
+    async def up() -> None:
+        try:
+            restore = narrow_affinity(control.birth.index, config.pin_http)
+            tune_listener(config)
+            client.start()
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.5, restore)  # the pool has its size by then
+            loop.call_later(0.05, control.report, "ready")
+        except Exception:
+            log.exception("the HTTP process cannot start")
+            os._exit(1)
+
+    sys.setswitchinterval(SWITCH_SECONDS)
+    app = Robyn(str(folder / "app.py"))  # where it looks for a robyn.env to load, so not here
+    register(app, site)
+    app.startup_handler(up)
+    control.listen({"drain": drain, "stop": stop})
+    app.start(config.host or "127.0.0.1", config.port, _check_port=False)
+    return 1
+
+
+def narrow_affinity(index: int, keep: bool) -> Callable[[], None]:
+    """Put all threads on one CPU, another for each HTTP process; returns what undoes it, nothing when it is to be kept.
+
+    Each waiting stream holds a thread of a pool whose size is 512 divided by the CPUs that are visible when the server below is
+    built, right after the startup handler: 512 with one CPU, 4 with 128. Staying there halves the cost of a chunk, because
+    threads that hand the interpreter's lock to each other then do so on one CPU.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return lambda: None
+    everywhere = sorted(os.sched_getaffinity(0), reverse=True)
+
+    def put(cpus: set[int]) -> bool:
+        try:
+            for thread in os.listdir("/proc/self/task"):
+                os.sched_setaffinity(int(thread), cpus)
+        except ProcessLookupError:  # a thread that has just ended
+            return put(cpus)
+        except OSError:
+            return False
+        return True
+
+    turned = everywhere[index % len(everywhere) :] + everywhere[: index % len(everywhere)]
+    if not any(put({cpu}) for cpu in turned):
+        log.warning("the threads cannot be put on one CPU: few streams will run at a time")
+    return (lambda: None) if keep else (lambda: put(set(everywhere)))
+
+
+def tune_listener(config: Config) -> None:
+    """Options that accepted connections inherit: dead and stuck peers are noticed by the kernel."""
+    for name in os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"):
+        with contextlib.suppress(OSError, ValueError):
+            listener = socket.socket(fileno=os.dup(int(name)))
+            with listener:
+                if listener.family in (socket.AF_INET, socket.AF_INET6) and listener.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                ):
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for option, value in (
+                        ("TCP_KEEPIDLE", 30),
+                        ("TCP_KEEPINTVL", 10),
+                        ("TCP_KEEPCNT", 3),
+                        ("TCP_USER_TIMEOUT", int(config.stream_stall_seconds * 1000)),
+                    ):
+                        if hasattr(socket, option):
+                            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,533 @@
+"""Between Robyn and the routes: who may call, what comes in, how answers and faults go out, who has left.
+
+A route gets a `Call` and returns a `Plain` or an `Answer`; it raises the errors of `rwkv_batch.errors` and nothing else of
+interest. This module turns both into Robyn's objects and is, beside the route table and app.py, the only one that knows Robyn.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from queue import Empty
+from typing import Any
+
+from robyn import Headers, StreamingResponse
+from robyn import Request as RobynRequest
+from robyn import Response as RobynResponse
+from robyn.robyn import get_version
+
+from routes import schemas
+from rwkv_batch import tokenizer
+from rwkv_batch.channel import EngineClient, EngineInfo, Event, Ticket, error_of
+from rwkv_batch.config import Config
+from rwkv_batch.errors import (
+    EngineFailed,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    RwkvBatchError,
+    TooLarge,
+    Unauthorized,
+    Unavailable,
+)
+from rwkv_batch.metrics import HttpMetrics
+from rwkv_batch.request import Progress, Request
+
+log = logging.getLogger(__name__)
+access_log = logging.getLogger("rwkv_batch.access")
+
+JSON = "application/json"
+SSE = "text/event-stream"
+DONE = b"data: [DONE]\n\n"
+
+PLAIN_SECONDS = 1.0  # a shorter answer has its true status; a longer one is a stream, so that a client that left is noticed
+BLANK_SECONDS = 0.25  # between the blanks of a long JSON answer: they hurt nobody and find out that a client left
+SLICE_SECONDS = 0.25  # longest time a pool thread waits for one answer
+SCAN_SECONDS = 0.02  # time between two looks for connections that were hung up
+QUIET_SECONDS = 0.1  # an answer that wrote more recently finds out by itself
+OFF_LOOP_CHARACTERS = 65536  # longer texts are tokenised in a thread
+
+NUDGE = object()
+
+dumps = json.JSONEncoder(ensure_ascii=False).encode  # blanks after , and : as the reference's answers have
+
+
+def sse(document: dict[str, Any]) -> bytes:
+    """One event."""
+    return b"data: " + dumps(document).encode() + b"\n\n"
+
+
+@dataclass
+class Plain:
+    """A whole answer."""
+
+    body: bytes
+    status: int = 200
+    content_type: str = JSON
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def json_reply(document: dict[str, Any], status: int = 200) -> Plain:
+    """A JSON answer in the reference's form."""
+    return Plain(dumps(document).encode(), status)
+
+
+def error_document(error: RwkvBatchError) -> dict[str, Any]:
+    """The body of an error on a native route."""
+    return {"error": error.message}
+
+
+def error_reply(error: RwkvBatchError) -> Plain:
+    """An error with its status, and with Retry-After where waiting helps."""
+    reply = json_reply(error_document(error), error.status)
+    if error.retry_after is not None:
+        reply.headers["Retry-After"] = str(max(1, round(error.retry_after)))
+    return reply
+
+
+@dataclass
+class Call:
+    """One HTTP call as the routes see it. `body` is the parsed JSON of a POST, checked for depth only."""
+
+    site: "Site"
+    method: str
+    path: str
+    headers: Headers
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    body: dict[str, Any] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+    status: int = 200
+    num_prompts: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    ticket: Ticket | None = None
+
+    @property
+    def config(self) -> Config:
+        """The process's settings."""
+        return self.site.config
+
+
+class Site:
+    """What all calls of one HTTP process share: settings, engine, figures, and the answers in progress."""
+
+    def __init__(self, config: Config, client: EngineClient, metrics: HttpMetrics):
+        self.config = config
+        self.client = client
+        self.metrics = metrics
+        self.draining = False
+        self.started = time.time()
+        self.pid = os.getpid()
+        self.handling = 0  # calls whose handler has not returned; event loop only
+        self._secret = digest(config.password) if config.password else None
+        self._origins = {origin.strip() for origin in config.cors_origins.split(",")}
+        self._num_opened = 0  # counted on the event loop
+        self._num_closed = 0  # counted in the client's thread
+        self._closed: deque[tuple[Call, str]] = deque()
+        self._num_observed = 0
+        self._encode: Callable[[str], list[int]] | None = None
+        self._hangups = Hangups()
+        self._num_hangups = 0
+        self._next_scan = 0.0
+        self._next_check = 0.0
+        client.tick = self.tick
+        client.busy = lambda: self.active > 0
+        client.observe = self.observe
+        client.on_info = self.load_tokenizer
+
+    @property
+    def active(self) -> int:
+        """Answers in progress."""
+        return self._num_opened - self._num_closed
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call is being handled and no answer is in progress."""
+        return self.active == 0 and self.handling == 0
+
+    # --- access ---
+
+    def authorize(self, headers: Headers, body: dict[str, Any]) -> None:
+        """Raise Unauthorized unless the right password came as Bearer or in the body; when both came, both must be right."""
+        if self._secret is None:
+            return
+        offered = [given for given in (bearer(headers), body.get("password")) if given is not None]
+        right = [hmac.compare_digest(digest(given if isinstance(given, str) else ""), self._secret) for given in offered]
+        if not right or not all(right):
+            raise Unauthorized("Unauthorized: invalid or missing password")
+
+    def cors(self, headers: Headers | None) -> dict[str, str]:
+        """Headers that let pages of the allowed origins read any answer, errors and streams too."""
+        if "*" in self._origins:
+            return {"Access-Control-Allow-Origin": "*"}
+        origin = headers.get("origin") if headers is not None else None
+        if origin in self._origins:
+            return {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
+        return {"Vary": "Origin"}
+
+    # --- work ---
+
+    def load_tokenizer(self, info: EngineInfo) -> None:
+        """Begin to load the tokenizer of the engine's vocabulary, which takes about a second."""
+
+        def run() -> None:
+            try:
+                self._encode = tokenizer.for_vocab(info.vocab_size).encode
+            except Exception:
+                log.exception("the tokenizer cannot be loaded")
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def check(self) -> None:
+        """Raise Unavailable or Overloaded when no further request can be taken."""
+        if self.draining:
+            raise Unavailable("the server is shutting down", code="draining", retry_after=5.0)
+        self.client.check()
+        if self._encode is None:
+            raise Unavailable("the tokenizer is still loading", code="loading")
+        if max(self.active, len(self.client.tickets)) >= self.config.max_streams:
+            raise Overloaded("too many answers are in progress", code="too_many_streams")
+
+    async def to_request(self, call: Call, body: schemas.ContentsBody) -> Request:
+        """Check and tokenise a body, away from the event loop when it is long. Raises InvalidRequest, Unavailable."""
+        body.check_limits(call.config)
+        self.check()
+        encode = self._encode
+        assert encode is not None
+        if sum(map(len, body.contents)) > OFF_LOOP_CHARACTERS:
+            request = await asyncio.to_thread(body.to_request, call.id, call.config, encode)
+        else:
+            request = body.to_request(call.id, call.config, encode)
+        call.num_prompts = len(request.prompts)
+        call.prompt_tokens = sum(map(len, request.prompts))
+        self.metrics.num_prompts.observe(call.num_prompts)
+        self.metrics.max_tokens.observe(request.max_tokens)
+        if call.config.log_prompts:
+            log.info("%s prompts %s", call.id, json.dumps([text[:256] for text in body.contents[:4]]))
+        return request
+
+    async def submit(
+        self, call: Call, request: Request, translate: Callable[[Event], bytes | None], ended: asyncio.Event | None = None
+    ) -> Ticket:
+        """Hand a request to the engine and wait until it has taken it. Raises what the engine refuses it with."""
+        loop = asyncio.get_running_loop()
+        answered = asyncio.Event()
+
+        def tell(event: asyncio.Event) -> Callable[[], None]:
+            return lambda: loop.call_soon_threadsafe(event.set)
+
+        call.ticket = ticket = self.client.submit(request, translate, tell(answered), tell(ended) if ended else None)
+        ticket.num_hangups_seen = self._num_hangups
+        await answered.wait()
+        if not ticket.accepted and ticket.failure is not None:
+            raise error_of(ticket.failure)
+        return ticket
+
+    async def stream(self, call: Call, request: Request, translate: Callable[[Event], bytes | None]) -> "Answer":
+        """Answer with events as they come. `translate` makes their bytes, the end or the error included."""
+        ticket = await self.submit(call, request, translate)
+        return Answer(call, ticket, SSE, b": ping\n\n", b":\n\n", self.config.ping_seconds)
+
+    async def document(self, call: Call, request: Request, translate: Callable[[Event], bytes | None]) -> "Plain | Answer":
+        """Answer with one JSON document, which `translate` returns with the last event.
+
+        Within PLAIN_SECONDS it has its true status; after that the answer is a stream of blanks that ends in the document.
+        """
+        ended = asyncio.Event()
+        ticket = await self.submit(call, request, translate, ended)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), PLAIN_SECONDS)
+        if not ended.is_set():
+            return Answer(call, ticket, JSON, b" ", b" ", min(BLANK_SECONDS, self.config.ping_seconds))
+        if ticket.failure is not None:
+            raise error_of(ticket.failure)
+        items = []
+        while (item := ticket.take(0.0)) is not Ticket.END:
+            if item is not NUDGE:
+                items.append(item)
+        return Plain(b"".join(items))
+
+    # --- the client's thread ---
+
+    def opened(self) -> None:
+        """An answer begins; event loop only."""
+        self._num_opened += 1
+        self.metrics.streams.inc()
+
+    def closed(self, call: Call, how: str) -> None:
+        """An answer ended: "done", or "gone" when its client left. Any thread, finalisers too: no lock is taken here."""
+        self._closed.append((call, how))
+
+    def tick(self) -> None:
+        """The regular turn of the client's thread: let finalisers run, wake answers whose client may be gone, keep books."""
+        get_version()  # any call into Robyn makes it drop the iterators of connections that ended
+        while self._closed:
+            call, how = self._closed.popleft()
+            self._num_closed += 1
+            self.metrics.streams.dec()
+            if how == "gone":
+                self.metrics.disconnects.inc()
+            self.finished(call, how)
+        now = time.monotonic()
+        if self.client.tickets and now >= self._next_scan:
+            self._next_scan = now + SCAN_SECONDS
+            self._num_hangups += self._hangups.scan()
+            self._nudge(now)
+        if now >= self._next_check:
+            self._next_check = now + 1.0
+            self._cut_slow_readers(now)
+
+    def _nudge(self, now: float) -> None:
+        """After a hang-up, make each answer write twice as soon as it is quiet, for it may be the one whose client left.
+
+        The first write after a hang-up still succeeds, the second fails and ends the answer. Others write anyway.
+        """
+        for ticket in self.client.tickets.values():
+            if ticket.num_hangups_seen != self._num_hangups and now - ticket.taken_at > QUIET_SECONDS:
+                ticket.num_hangups_seen = self._num_hangups
+                ticket.queue.put(NUDGE)
+                ticket.queue.put(NUDGE)
+
+    def _cut_slow_readers(self, now: float) -> None:
+        limit = self.config.stream_buffer_mib * 2**20
+        for ticket in list(self.client.tickets.values()):
+            unread = ticket.num_put - ticket.num_taken
+            stalled = unread and now - max(ticket.taken_at, ticket.unread_since) > self.config.stream_stall_seconds
+            if unread > limit or stalled:
+                log.warning("%s cut off: its client does not read", ticket.request_id)
+                ticket.abort(Unavailable("the client does not read", code="slow_reader"))
+
+    def observe(self, ticket: Ticket, event: Event) -> None:
+        """Count one event."""
+        if not isinstance(event, Progress):
+            return
+        if event.deltas and ticket.incremental:
+            now = time.monotonic()
+            if ticket.first_at is None:
+                self.metrics.first_token.observe(now - ticket.submitted_at)
+            else:
+                self._num_observed += 1
+                if self._num_observed % 8 == 0:
+                    self.metrics.inter_token.observe(now - ticket.progressed_at)
+        for finish in event.finishes:
+            self.metrics.success.labels(finish.reason).inc()
+            self.metrics.prompt_tokens.observe(finish.prompt_tokens)
+            self.metrics.generation_tokens.observe(finish.completion_tokens)
+            ticket.completion_tokens += finish.completion_tokens
+
+    def finished(self, call: Call, how: str = "done") -> None:
+        """Note the end of a call."""
+        seconds = time.monotonic() - call.began
+        ticket = call.ticket
+        if call.status >= 400:
+            self.metrics.refused.labels(str(call.status)).inc()
+        elif ticket is not None and ticket.failure is None and how == "done":
+            self.metrics.latency.observe(seconds)
+        if self.config.access_log and access_log.isEnabledFor(logging.INFO):
+            line = f"{call.method} {json.dumps(call.path[:256])} {call.status} id={call.id} ms={seconds * 1000:.1f}"
+            if ticket is not None:
+                line += f" prompts={call.num_prompts} prompt_tokens={call.prompt_tokens} tokens={ticket.completion_tokens}"
+                if ticket.first_at is not None and ticket.incremental:
+                    line += f" ttft_ms={(ticket.first_at - call.began) * 1000:.1f}"
+                line += f" end={'error' if ticket.failure else how}"
+            access_log.info(line)
+
+
+class Answer:
+    """An answer in progress, pulled by Robyn from its thread pool: an iterator, because a generator that was never started
+    has no finaliser.
+
+    ping   sent when nothing was for `ping_seconds` (s)
+    nudge  sent to make a write fail when the client may be gone
+    """
+
+    def __init__(self, call: Call, ticket: Ticket, content_type: str, ping: bytes, nudge: bytes, ping_seconds: float):
+        self.call = call
+        self.content_type = content_type
+        self._ticket = ticket
+        self._ping = ping
+        self._nudge = nudge
+        self._ping_seconds = ping_seconds
+        self._wrote_at = time.monotonic()
+        self._held: Any = None  # taken from the queue behind what was just returned
+        self._open = True
+        call.site.opened()
+
+    def __iter__(self) -> "Answer":
+        return self
+
+    def __next__(self) -> bytes:
+        """Next bytes to write, all that wait; b"" writes nothing and gives the thread back."""
+        if not self._open:
+            raise StopIteration
+        item, self._held = self._held, None
+        if item is None:
+            try:
+                item = self._ticket.take(SLICE_SECONDS)
+            except Empty:
+                if time.monotonic() - self._wrote_at < self._ping_seconds:
+                    return b""
+                self._wrote_at = time.monotonic()
+                return self._ping
+        if item is Ticket.END:
+            self._close("done")
+            raise StopIteration
+        self._wrote_at = time.monotonic()
+        if item is NUDGE:
+            return self._nudge
+        return self._with_rest(item)
+
+    def _with_rest(self, item: bytes) -> bytes:
+        parts = [item]
+        while not self._ticket.queue.empty():  # nobody else takes from it
+            further = self._ticket.take(0.0)
+            if not isinstance(further, bytes):
+                self._held = further
+                break
+            parts.append(further)
+        return b"".join(parts) if len(parts) > 1 else item
+
+    def _close(self, how: str) -> None:
+        self._open = False
+        self.call.site.closed(self.call, how)
+
+    def __del__(self) -> None:
+        """Robyn let go. Runs in any thread at any time, so it only leaves notes."""
+        if self._open:
+            self._ticket.cancel()
+            self._close("gone")
+
+
+class Hangups:
+    """Notices connections of this process that the other side has hung up, by looking at all of its descriptors."""
+
+    EVENTS = getattr(select, "POLLRDHUP", 0)  # absent on macOS: there only pings find out
+
+    def __init__(self) -> None:
+        self._poll: Any = None
+        self._num_scans = 0
+        self._known: set[int] = set()
+
+    def scan(self) -> int:
+        """How many connections were hung up since the last scan."""
+        if not self.EVENTS:
+            return 0
+        if self._num_scans % 8 == 0:
+            self._refresh()
+        self._num_scans += 1
+        found = {fd for fd, events in self._poll.poll(0) if events & self.EVENTS and not events & select.POLLNVAL}
+        num_new = len(found - self._known)
+        self._known = found
+        return num_new
+
+    def _refresh(self) -> None:
+        self._poll = select.poll()
+        top = max((int(name) for name in os.listdir("/proc/self/fd")), default=64)
+        for fd in range(3, top + 32):
+            self._poll.register(fd, self.EVENTS)
+
+
+def digest(text: str) -> bytes:
+    """What is compared instead of a password: always 32 bytes."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+def bearer(headers: Headers) -> str | None:
+    """The token of an Authorization header of that kind."""
+    given = headers.get("authorization")
+    return given[7:].strip() if given is not None and given.startswith("Bearer ") else None
+
+
+def read_body(request: RobynRequest, config: Config) -> bytes:
+    """The bytes of a body. Raises TooLarge, and InvalidRequest for one that is compressed or was cut off."""
+    declared = request.headers.get("content-length") or ""
+    size = int(declared) if declared.isdigit() and len(declared) < 20 else None
+    if (size is not None and size > config.max_body_bytes) or len(request.body) > config.max_body_bytes:
+        raise TooLarge(f"the body is over {config.max_body_mib} MiB")
+    if (request.headers.get("content-encoding") or "identity").lower() != "identity":
+        raise InvalidRequest("compressed bodies are not read; send it as it is", code="content_encoding")
+    body = request.body.encode() if isinstance(request.body, str) else bytes(request.body)
+    if len(body) > config.max_body_bytes:
+        raise TooLarge(f"the body is over {config.max_body_mib} MiB")
+    if size is not None and len(body) != size:
+        raise InvalidRequest("the body was cut off")
+    return body
+
+
+Handler = Callable[[Call], Awaitable[Plain | Answer]]
+
+
+def endpoint(site: Site, handler: Handler, *, public: bool, reads_body: bool) -> Callable[[RobynRequest], Awaitable[Any]]:
+    """What Robyn calls for one route: read, authorise, handle, and turn every fault into an answer."""
+
+    async def handle(request: RobynRequest) -> RobynResponse | StreamingResponse:
+        call = Call(site, request.method, request.url.path, request.headers)
+        site.handling += 1
+        try:
+            given = bearer(request.headers)
+            if given is not None and not public:
+                site.authorize(request.headers, {})
+            if reads_body:
+                call.body = schemas.parse(read_body(request, site.config), site.config.max_body_depth)
+            if not public:
+                site.authorize(request.headers, call.body)
+            reply = await handler(call)
+        except RwkvBatchError as error:
+            reply = error_reply(error)
+        except Exception:
+            log.exception("%s failed", call.id)
+            reply = error_reply(EngineFailed("internal error", code="internal"))
+        finally:
+            site.handling -= 1
+        return to_robyn(call, reply)
+
+    return handle
+
+
+def to_robyn(call: Call, reply: Plain | Answer) -> RobynResponse | StreamingResponse:
+    """Robyn's form of an answer, with the headers that all have."""
+    headers = Headers({"X-Request-Id": call.id, "Content-Type": reply.content_type, **call.site.cors(call.headers)})
+    if isinstance(reply, Answer):
+        return StreamingResponse(reply, headers=headers, media_type=reply.content_type)
+    for name, value in reply.headers.items():
+        headers.set(name, value)
+    call.status = reply.status
+    call.site.finished(call)
+    return RobynResponse(status_code=reply.status, headers=headers, description=reply.body)
+
+
+async def preflight(call: Call) -> Plain:
+    """The answer to OPTIONS on any path."""
+    asked = call.headers.get("access-control-request-headers")
+    headers = {
+        "Access-Control-Allow-Methods": "GET, POST, PUT, DELETE, OPTIONS",
+        "Access-Control-Allow-Headers": asked or "Content-Type, Authorization",
+        "Access-Control-Max-Age": "86400",
+    }
+    if (call.headers.get("access-control-request-private-network") or "").lower() == "true":
+        headers["Access-Control-Allow-Private-Network"] = "true"
+    return Plain(b"", 204, headers=headers)
+
+
+def unknown(methods_by_path: Mapping[str, list[str]]) -> Handler:
+    """What answers where no route does: 405 on a known path, else 404."""
+
+    async def handle(call: Call) -> Plain:
+        methods = methods_by_path.get(call.path)
+        if methods is None:
+            raise NotFound("Not found")
+        reply = json_reply({"error": "Method not allowed"}, 405)
+        reply.headers["Allow"] = ", ".join(methods)
+        return reply
+
+    return handle

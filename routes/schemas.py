@@ -1,0 +1,213 @@
+"""The JSON bodies of the native routes, and how they become requests.
+
+Types are as lax as the reference's were ("5" for 5, 1 for true, null for the default), ranges are closed, numbers are finite.
+Every refusal is InvalidRequest and names the field; no message repeats what the client sent.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from rwkv_batch.config import Config
+from rwkv_batch.errors import InvalidRequest
+from rwkv_batch.request import Request
+from sampling.params import SamplingParams
+
+DEFAULT_STOPS: list[int | str] = ["\nUser:"]  # token 0 always ends a row, listed or not
+MAX_ID = 2**31 - 1
+END_ID = 0
+
+SomeBody = TypeVar("SomeBody", bound="Body")
+
+
+class Body(BaseModel):
+    """What all native bodies share. Unknown fields are ignored; null stands for the default."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+    model: str = Field("rwkv7", max_length=256)
+
+    @model_validator(mode="before")
+    @classmethod
+    def null_is_default(cls, data: Any) -> Any:
+        """Drop nulls, so that the defaults apply."""
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class SamplingBody(Body):
+    """The sampling fields; defaults are those of the newest reference."""
+
+    max_tokens: int = Field(8192, ge=0, le=MAX_ID)
+    stop_tokens: list[int | str] = Field(default_factory=DEFAULT_STOPS.copy)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_k: int = Field(50, ge=-1, le=MAX_ID)
+    top_p: float = Field(0.6, ge=-1, le=1)
+    alpha_presence: float = Field(2.0, ge=-100, le=100)
+    alpha_frequency: float = Field(0.2, ge=-100, le=100)
+    alpha_decay: float = Field(0.996, ge=0, le=1)
+    noise: float = Field(1.5, ge=0, le=1000)  # read by big_batch only
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    ignore_eos: bool = False
+    stream: bool = False
+    pad_zero: bool = True  # read by v2 only
+    enable_think: bool = False  # read by v3 only
+    chunk_size: int = Field(4, ge=1, le=1_048_576)
+
+    @field_validator("stop_tokens", mode="before")
+    @classmethod
+    def read_stops(cls, value: Any) -> Any:
+        """One entry or a list; ids are numbers, everything written as text is text."""
+        entries = value if isinstance(value, list) else [value]
+        return [stop for stop in (_stop(entry) for entry in entries) if stop != ""]
+
+    def sampling(self) -> SamplingParams:
+        """The controls of the main sampler."""
+        return SamplingParams(
+            rule="joint",
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            alpha_presence=self.alpha_presence,
+            alpha_frequency=self.alpha_frequency,
+            alpha_decay=self.alpha_decay,
+            seed=self.seed,
+            ignore_eos=self.ignore_eos,
+        )
+
+    def stops(self, config: Config) -> tuple[list[int], list[bytes]]:
+        """Ids and texts that end a row. Raises InvalidRequest above the limits."""
+        if len(self.stop_tokens) > config.max_stops:
+            raise InvalidRequest(f"stop_tokens: at most {config.max_stops} entries", param="stop_tokens")
+        ids = [stop for stop in self.stop_tokens if isinstance(stop, int)]
+        texts = [stop.encode() for stop in self.stop_tokens if isinstance(stop, str)]
+        if any(len(text) > config.max_stop_bytes for text in texts):
+            raise InvalidRequest(f"stop_tokens: at most {config.max_stop_bytes} bytes for one text", param="stop_tokens")
+        return ids, texts
+
+    def check_limits(self, config: Config) -> None:
+        """Raise InvalidRequest when more tokens are asked for than the server allows."""
+        if self.max_tokens > config.max_tokens_limit:
+            raise InvalidRequest(f"max_tokens: at most {config.max_tokens_limit}", param="max_tokens")
+
+
+class ContentsBody(SamplingBody):
+    """A body with raw prompts: native chat completions and its relatives."""
+
+    contents: list[str] = Field(default_factory=list)
+
+    @field_validator("contents", mode="before")
+    @classmethod
+    def one_is_a_list(cls, value: Any) -> Any:
+        """A bare text is a list of one."""
+        return [value] if isinstance(value, str) else value
+
+    def check_limits(self, config: Config) -> None:
+        """Raise InvalidRequest for no prompts or too many, or too many tokens asked for."""
+        super().check_limits(config)
+        if not self.contents:
+            raise InvalidRequest("Empty prompts list", param="contents")
+        if len(self.contents) > config.max_prompts:
+            raise InvalidRequest(f"contents: at most {config.max_prompts} prompts, not {len(self.contents)}", param="contents")
+
+    def to_request(self, request_id: str, config: Config, encode: Callable[[str], list[int]]) -> Request:
+        """The engine's form of this body; tokenises, so it takes time for long texts. Raises InvalidRequest."""
+        self.check_limits(config)
+        stop_ids, stop_texts = self.stops(config)
+        return Request(
+            id=request_id,
+            prompts=prompt_ids(self.contents, "contents", config, encode),
+            sampling=self.sampling(),
+            max_tokens=self.max_tokens,
+            stop_ids=stop_ids,
+            stop_texts=stop_texts,
+            chunk_size=self.chunk_size if self.stream else 0,
+        )
+
+
+def prompt_ids(texts: list[str], field: str, config: Config, encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """Tokens of each text; an empty one is fed token 0. Raises InvalidRequest naming the entry that is too long."""
+    prompts = []
+    for index, text in enumerate(texts):
+        try:
+            ids = encode(text) or [END_ID]
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{field}[{index}]: {error.message}", param=f"{field}[{index}]") from None
+        if len(ids) > config.max_prompt_tokens:
+            raise InvalidRequest(
+                f"{field}[{index}]: at most {config.max_prompt_tokens} tokens, not {len(ids)}", param=f"{field}[{index}]"
+            )
+        prompts.append(ids)
+    return prompts
+
+
+def _stop(entry: Any) -> int | str:
+    if isinstance(entry, str):
+        return entry
+    if isinstance(entry, float) and math.isfinite(entry) and entry.is_integer():
+        entry = int(entry)
+    if not isinstance(entry, int) or isinstance(entry, bool):
+        raise ValueError("each entry is a token id or a text")
+    if not 0 <= entry <= MAX_ID:
+        raise ValueError(f"a token id is between 0 and {MAX_ID}")
+    return entry
+
+
+def parse(data: bytes, max_depth: int) -> dict[str, Any]:
+    """The object in a JSON body; of a repeated key the last value counts. Raises InvalidRequest."""
+    try:
+        found = pydantic_core.from_json(data, allow_inf_nan=True)
+    except ValueError as error:
+        field = _surrogate_field(data) if any(word in str(error) for word in ("surrogate", "hex escape")) else None
+        if field is not None:
+            raise InvalidRequest(f"invalid request: {field}: half of a surrogate pair", param=field) from None
+        raise InvalidRequest(f"Invalid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest("invalid request: the body must be a JSON object")
+    level: list[Any] = [found]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > max_depth:
+            raise InvalidRequest(f"invalid request: nested deeper than {max_depth} levels")
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    return found
+
+
+def _surrogate_field(data: bytes) -> str | None:
+    """The top-level field that holds half a surrogate pair, which the strict parser can only place by line and column."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    for key, value in found.items() if isinstance(found, dict) else ():
+        try:
+            json.dumps([key, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return key.encode("ascii", "replace").decode()[:64]
+        except RecursionError:
+            return None
+    return None
+
+
+def validate(kind: type[SomeBody], data: dict[str, Any]) -> SomeBody:
+    """Check a parsed body. Raises InvalidRequest naming the first field that is wrong."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ""
+        for part in first["loc"]:
+            field += f"[{part}]" if isinstance(part, int) else f".{part}" if field else str(part)
+        message = first["msg"].removeprefix("Value error, ")
+        raise InvalidRequest(f"invalid request: {field}: {message}", param=field) from None
+    except OverflowError:
+        raise InvalidRequest("invalid request: a number is out of range") from None

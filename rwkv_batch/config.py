@@ -1,0 +1,324 @@
+"""Every setting of the process: flag, environment name, key in the settings file, default, range, help.
+
+One table, the fields of `Config`, feeds all of them. A flag wins over the environment, the environment over the file, the file
+over the default. Knows nothing of torch, HTTP or processes.
+"""
+
+import argparse
+import ipaddress
+import os
+import socket
+import stat
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from rwkv_batch import __version__
+from rwkv_batch.errors import UsageError
+
+PREFIX = "RWKV_BATCH_"
+MODEL_SUFFIXES = (".pth", ".safetensors", ".st")
+DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo"
+
+
+def setting(
+    default: Any, group: str, text: str, *, low: float | None = None, high: float | None = None, show: bool = True
+) -> Any:
+    """One field of Config: its default, the heading it stands under in --help, its help, its closed range."""
+    return field(default=default, repr=show, metadata={"group": group, "help": text, "low": low, "high": high})
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings, checked. Times are in seconds, sizes say their unit, 0 means automatic where the help says so.
+
+    Raises UsageError, from the constructor too, naming the flag and what it takes.
+    """
+
+    model_path: str | None = setting(None, "model", "checkpoint, .pth or .safetensors; the ending may be left out")
+    served_model_name: str | None = setting(None, "model", "name in /v1/models; default: the file's name without its ending")
+    device: str = setting("auto", "model", "auto, cpu, cuda or cuda:N")
+    pp_devices: str | None = setting(None, "model", "devices of a pipeline, 0,1 or [0,1]; only one is supported so far")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting("auto", "model", "type of the weights in memory")
+    ops: Literal["auto", "kernels", "compile", "reference"] = setting("auto", "model", "which implementation of the operations")
+    threads: int = setting(0, "model", "CPU threads of the engine; 0 = automatic", low=0, high=4096)
+
+    slots: int = setting(0, "batching", "sequences decoded at the same time; 0 = automatic", low=0, high=65536)
+    prefill_budget: int = setting(0, "batching", "prompt tokens fed in one step; 0 = automatic", low=0, high=1_048_576)
+
+    host: str | None = setting(None, "http", "address to listen on; default: 0.0.0.0 with a password, 127.0.0.1 without")
+    port: int = setting(8000, "http", "port to listen on; 0 = any free one", low=0, high=65535)
+    http_workers: int = setting(0, "http", "HTTP processes; 0 = automatic: 4 beside a GPU, else 2", low=0, high=64)
+    pin_http: bool = setting(True, "http", "keep each HTTP process on one CPU, which halves its cost")
+    password: str | None = setting(None, "http", "secret of the callers; ps shows it, a file does not", show=False)
+    password_file: str | None = setting(None, "http", "file that holds the password; nobody else may read it (mode 0600)")
+    cors_origins: str = setting("*", "http", "origins whose pages may call, separated by commas; * = all")
+    open_translate: bool = setting(False, "http", "translation needs no password, wherever the call comes from")
+
+    max_body_mib: int = setting(32, "limits", "size of a request body, MiB", low=1, high=4096)
+    max_body_depth: int = setting(64, "limits", "nesting of a request body", low=4, high=128)
+    max_prompts: int = setting(4096, "limits", "prompts in one request", low=1, high=1_048_576)
+    max_prompt_tokens: int = setting(1_048_576, "limits", "tokens of one prompt", low=1, high=2**31 - 1)
+    max_tokens_limit: int = setting(1_048_576, "limits", "largest max_tokens a request may ask for", low=1, high=2**31 - 1)
+    max_stops: int = setting(64, "limits", "stop entries in one request", low=0, high=4096)
+    max_stop_bytes: int = setting(256, "limits", "length of one stop text, bytes", low=1, high=65536)
+    queue: int = setting(512, "limits", "requests that may wait; one more is answered 429", low=1, high=1_048_576)
+    max_streams: int = setting(480, "limits", "answers in progress in one HTTP process; one more gets 429", low=1, high=480)
+    stream_buffer_mib: int = setting(16, "limits", "unread text after which a slow reader is cut off, MiB", low=1, high=4096)
+    stream_stall_seconds: float = setting(
+        30.0, "limits", "time after which a reader that takes nothing is cut", low=1, high=86400
+    )
+
+    drain_seconds: float = setting(30.0, "life", "time that running answers get after SIGTERM", low=0, high=86400)
+    watchdog_seconds: float = setting(120.0, "life", "a step that takes longer ends the engine; 0 = never", low=0, high=86400)
+    max_crashes: int = setting(3, "life", "engine crashes within the crash window that end the server", low=1, high=1000)
+    crash_window_seconds: float = setting(300.0, "life", "see --max-crashes", low=1, high=86400)
+    heartbeat: float = setting(0.5, "life", "time between two signs of life of engine and HTTP processes", low=0.05, high=10)
+    peer_seconds: float = setting(15.0, "life", "silence after which engine or HTTP process is given up", low=1, high=3600)
+    ping_seconds: float = setting(1.0, "life", "silence in an answer until a sign of life is sent", low=0.1, high=60)
+
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "logs", "how much is logged, to stderr")
+    access_log: bool = setting(True, "logs", "one line for each request")
+    log_prompts: bool = setting(False, "logs", "write the beginning of prompts into the log")
+
+    fake_engine: float | None = setting(
+        None, "development", "no model: a stand-in that takes this many milliseconds a step", low=0, high=60000
+    )
+
+    def __post_init__(self) -> None:
+        kinds = get_type_hints(Config)
+        for item in fields(self):
+            value, flag = getattr(self, item.name), flag_of(item.name)
+            if value is None:
+                continue
+            if get_origin(kinds[item.name]) is Literal and value not in get_args(kinds[item.name]):
+                raise UsageError(f"{flag}: must be one of {', '.join(get_args(kinds[item.name]))}", param=item.name)
+            low, high = item.metadata["low"], item.metadata["high"]
+            if low is not None and not low <= value <= high:
+                raise UsageError(f"{flag}: must be between {low:g} and {high:g}", param=item.name)
+        if self.device not in ("auto", "cpu", "cuda") and not (self.device[:5] == "cuda:" and self.device[5:].isdigit()):
+            raise UsageError("--device: must be auto, cpu, cuda or cuda:N", param="device")
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Largest body in bytes."""
+        return self.max_body_mib * 2**20
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the model is served."""
+        if self.served_model_name:
+            return self.served_model_name
+        if self.fake_engine is not None:
+            return "fake"
+        name = Path(self.model_path).name if self.model_path else "demo"
+        return name.removesuffix(next((s for s in MODEL_SUFFIXES if name.endswith(s)), ""))
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach the address; call after `resolved`."""
+        return ipaddress.ip_address(self.host or "127.0.0.1").is_loopback
+
+    def resolved(self) -> "Config":
+        """Fill in what depends on other settings or on this machine: password file, host, number of HTTP processes, device.
+
+        Raises UsageError.
+        """
+        password = read_password(self.password, self.password_file)
+        host = self.host if self.host else ("0.0.0.0" if password else "127.0.0.1")
+        workers = self.http_workers or (4 if self.device != "cpu" and self.fake_engine is None and gpu_present() else 2)
+        device = self.device
+        if devices := parse_devices(self.pp_devices):
+            if self.device == "cpu":
+                raise UsageError("--pp-devices: needs a GPU, but --device is cpu", param="pp_devices")
+            device = f"cuda:{devices[0]}"
+        settled = {"password": password, "password_file": None, "host": numeric_host(host)}
+        return replace(self, **settled, http_workers=workers, device=device, pp_devices=None)
+
+
+def flag_of(name: str) -> str:
+    """`max_tokens_limit` -> `--max-tokens-limit`."""
+    return "--" + name.replace("_", "-")
+
+
+def gpu_present() -> bool:
+    """Whether a GPU driver is there, found without importing torch: device nodes of NVIDIA, WSL and ROCm."""
+    return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+
+
+def numeric_host(host: str) -> str:
+    """The IP address of a host name; the server below takes nothing else. Raises UsageError."""
+    try:
+        return socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise UsageError(f"--host: cannot use {host!r}: {error.strerror or error}", param="host") from None
+
+
+def parse_devices(text: str | None) -> list[int]:
+    """`0`, `0,1` or `[0,1]` -> device numbers. Raises UsageError, also for more than one, which is not supported yet."""
+    if text is None or not text.strip().strip("[]").strip():
+        return []
+    parts = [part.strip() for part in text.strip().strip("[]").split(",")]
+    if not all(part.isdigit() for part in parts) or len(set(parts)) != len(parts):
+        raise UsageError("--pp-devices: wants different device numbers, as 0,1 or [0,1]", param="pp_devices")
+    if len(parts) > 1:
+        raise UsageError(f"--pp-devices: {len(parts)} devices are not supported yet; give one", param="pp_devices")
+    return [int(part) for part in parts]
+
+
+def read_password(password: str | None, path: str | None) -> str | None:
+    """The password given directly or in a file that only its owner may read; None when there is none. Raises UsageError."""
+    if path is None:
+        return password or None
+    if password:
+        raise UsageError("--password and --password-file: give one of them", param="password_file")
+    try:
+        if os.name == "posix" and stat.S_IMODE(os.stat(path).st_mode) & 0o077:
+            raise UsageError(f"--password-file: others may read {path}; run chmod 600 {path}", param="password_file")
+        text = Path(path).read_text(encoding="utf-8").strip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UsageError(f"--password-file: cannot read {path}: {reason}", param="password_file") from None
+    if not text:
+        raise UsageError(f"--password-file: {path} is empty", param="password_file")
+    return text
+
+
+def find_model(config: Config, demo_folder: Path = DEMO_FOLDER) -> Path:
+    """The checkpoint to load: the one named, else the one built in. Raises UsageError that names the flag."""
+    if config.model_path is None:
+        built_in = sorted(path for path in demo_folder.glob("*") if path.suffix in MODEL_SUFFIXES)
+        if not built_in:
+            raise UsageError("no model: give one with --model-path FILE (.pth or .safetensors)", param="model_path")
+        return built_in[0]
+    path = Path(config.model_path).expanduser()
+    for candidate in (path, *(path.with_name(path.name + suffix) for suffix in MODEL_SUFFIXES)):
+        if candidate.is_file():
+            return candidate
+    raise UsageError(f"--model-path: no such file: {config.model_path}", param="model_path")
+
+
+def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
+    """Read flags, environment and settings file. Raises UsageError; `--help` and `--version` print and exit with 0."""
+    flags = vars(make_parser().parse_args(argv))
+    path = flags.pop("config", None) or environ.get(PREFIX + "CONFIG")
+    values: dict[str, Any] = {}
+    for layer in (read_file(path) if path else {}, read_environment(environ), flags):
+        if "password" in layer or "password_file" in layer:  # a secret replaces one from below, however either is given
+            values.pop("password", None)
+            values.pop("password_file", None)
+        values.update(layer)
+    return Config(**values)
+
+
+def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The settings in the environment. Raises UsageError."""
+    found = {name: environ[PREFIX + name.upper()] for name in names() if PREFIX + name.upper() in environ}
+    return {name: convert(name, text, PREFIX + name.upper()) for name, text in found.items()}
+
+
+def names() -> list[str]:
+    """The settings in order."""
+    return [item.name for item in fields(Config)]
+
+
+def kind_of(name: str) -> type:
+    """The plain type of a setting: str, int, float or bool."""
+    hint = get_type_hints(Config)[name]
+    if get_origin(hint) is Literal:
+        return str
+    return next((kind for kind in get_args(hint) if kind is not type(None)), hint)
+
+
+def convert(name: str, text: str, source: str) -> str | int | float | bool:
+    """A setting's value from text. Raises UsageError that names the source."""
+    kind = kind_of(name)
+    if kind is bool:
+        word = text.strip().lower()
+        if word in ("1", "true", "yes", "on"):
+            return True
+        if word in ("0", "false", "no", "off", ""):
+            return False
+        raise UsageError(f"{source}: wants true or false", param=name)
+    try:
+        return kind(text)
+    except ValueError:
+        raise UsageError(f"{source}: wants {'a whole number' if kind is int else 'a number'}", param=name) from None
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The settings in a TOML file; keys are the field names, tables are not used. Raises UsageError."""
+    try:
+        with open(path, "rb") as file:
+            found = tomllib.load(file)
+    except OSError as error:
+        raise UsageError(f"--config: cannot read {path}: {error.strerror}", param="config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config: {path}: {error}", param="config") from None
+    values: dict[str, Any] = {}
+    for key, value in found.items():
+        name = key.replace("-", "_")
+        if name not in names():
+            raise UsageError(f"--config: {path}: no setting is called {key}", param="config")
+        kind = kind_of(name)
+        if name == "pp_devices" and isinstance(value, list):
+            value = str(value)
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise UsageError(f"--config: {path}: {key} wants {kind.__name__}, not {type(value).__name__}", param=name)
+        values[name] = value
+    return values
+
+
+HEADINGS = {
+    "model": "model",
+    "batching": "batching",
+    "http": "address and access",
+    "limits": "limits",
+    "life": "start, stop, watching",
+    "logs": "logs",
+    "development": "development",
+}
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports a wrong flag as UsageError instead of printing and leaving."""
+
+    def error(self, message: str) -> None:
+        """Raise UsageError; called by argparse."""
+        raise UsageError(f"{message} (see --help)")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line. Flags that are not given are absent from the result, so that they do not hide environment or file."""
+    parser = OneLineParser(
+        prog="app.py",
+        description="HTTP server for batch inference with RWKV-7.",
+        epilog=f"Each flag can also be set in the environment ({PREFIX}PORT=8000) or in the file of --config (port = 8000); "
+        "a flag wins over the environment, the environment over the file.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--version", action="version", version=f"rwkv_batch {__version__}")
+    parser.add_argument("--config", metavar="FILE", help="settings file, TOML")
+    groups = {key: parser.add_argument_group(title) for key, title in HEADINGS.items()}
+    hints = get_type_hints(Config)
+    for item in fields(Config):
+        kind, flag, text = kind_of(item.name), flag_of(item.name), item.metadata["help"].replace("%", "%%")
+        group = groups[item.metadata["group"]]
+        if item.default is not None and kind is not bool:
+            text += f" (default: {item.default})"
+        if kind is bool:
+            negative = "" if not item.default else " (default: on)"
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text + negative)
+        elif get_origin(hints[item.name]) is Literal:
+            group.add_argument(flag, choices=get_args(hints[item.name]), help=text)
+        else:
+            metavar = {int: "N", float: "X", str: "TEXT"}[kind]
+            if item.name.endswith(("_path", "_file")):
+                metavar = "FILE"
+            group.add_argument(flag, type=kind, metavar=metavar, help=text)
+    return parser

@@ -1,0 +1,231 @@
+"""A worker without a model: rows of numbered words at a set pace. For tests and for measuring the HTTP side alone.
+
+Row text is `" w0 w1 w2 …"`, one word a token, so that clients can check order and completeness. Slots, queue, cancel and drain
+behave as in the real worker. `RWKV_BATCH_FAULT` breaks it on purpose: `hang:N`, `crash:N`, `fail:N`, `row:N` act when the Nth
+request (from 1) is in its third step: stop stepping, abort the process, fail the request, end its first row with an error.
+"""
+
+import collections
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from rwkv_batch.channel import EngineInfo, Event
+from rwkv_batch.config import Config
+from rwkv_batch.errors import Overloaded, Unavailable
+from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
+
+
+class FakeRow:
+    """One sequence: how many prompt tokens are still to be fed, how many tokens were sampled."""
+
+    __slots__ = ("gathered", "index", "prompt_tokens", "run", "sampled", "to_feed")
+
+    def __init__(self, run: "FakeRun", index: int):
+        self.run = run
+        self.index = index
+        self.prompt_tokens = len(run.request.prompts[index])
+        self.to_feed = self.prompt_tokens
+        self.sampled = 0
+        self.gathered: list[str] = []
+
+
+class FakeRun:
+    """One request in the worker."""
+
+    __slots__ = ("cancelled", "fault", "num_open", "num_steps", "owner", "request")
+
+    def __init__(self, request: Request, owner: bytes):
+        self.request = request
+        self.owner = owner
+        self.num_open = len(request.prompts)
+        self.num_steps = 0
+        self.cancelled = False
+        self.fault = ""
+
+
+class FakeWorker:
+    """The worker's interface over a clock instead of a model. `step_seconds` is the time of one step."""
+
+    def __init__(
+        self,
+        deliver: Callable[[dict[bytes, list[Event]]], None],
+        *,
+        step_seconds: float = 0.02,
+        slots: int = 320,
+        prefill_budget: int = 4096,
+        queue: int = 512,
+        fault: str = "",
+    ):
+        self.info = EngineInfo(
+            model="fake", device="none", dtype="none", vocab_size=256, slots=slots, prefill_budget=prefill_budget
+        )
+        self.deliver = deliver
+        self.step_seconds = step_seconds
+        self.slots = slots
+        self.prefill_budget = prefill_budget
+        self.queue = queue
+        self.last_step = time.monotonic()
+        self._fault, _, nth = fault.partition(":")
+        self._fault_at = int(nth or 0)
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._runs: dict[str, FakeRun] = {}
+        self._waiting: collections.deque[FakeRow] = collections.deque()
+        self._running: list[FakeRow] = []
+        self._stopping = False
+        self._draining = False
+        self._hanging = False
+        self._num_requests = 0
+        self._totals = {"prompt_tokens_total": 0, "generation_tokens_total": 0, "steps_total": 0}
+
+    def submit(self, request: Request, owner: bytes) -> None:
+        """Take a request; Overloaded when `queue` requests wait, Unavailable when draining."""
+        with self._lock:
+            if self._draining or self._stopping:
+                raise Unavailable("the server is shutting down", code="draining", retry_after=5.0)
+            waiting = len({row.run.request.id for row in self._waiting} - {row.run.request.id for row in self._running})
+            if waiting >= self.queue:
+                raise Overloaded(f"the queue is full: {self.queue} requests wait")
+            run = FakeRun(request, owner)
+            self._num_requests += 1
+            if self._num_requests == self._fault_at:
+                run.fault = self._fault
+            self._runs[request.id] = run
+            self._waiting.extend(FakeRow(run, index) for index in range(len(request.prompts)))
+        self._wake.set()
+
+    def cancel(self, request_id: str) -> None:
+        """End a request early."""
+        with self._lock:
+            run = self._runs.pop(request_id, None)
+            if run is not None:
+                run.cancelled = True
+        self._wake.set()
+
+    def cancel_owner(self, owner: bytes) -> None:
+        """End all requests of one HTTP process."""
+        with self._lock:
+            mine = [request_id for request_id, run in self._runs.items() if run.owner == owner]
+        for request_id in mine:
+            self.cancel(request_id)
+
+    def drain(self) -> None:
+        """Refuse new requests."""
+        self._draining = True
+
+    def stop(self) -> None:
+        """Let `run` return."""
+        self._stopping = True
+        self._wake.set()
+
+    def stats(self) -> dict[str, int | float]:
+        """Figures for /stats and /metrics."""
+        with self._lock:
+            started = {row.run.request.id for row in self._running}
+            waiting = {row.run.request.id for row in self._waiting} - started
+            return {
+                "requests_running": len(started),
+                "requests_waiting": len(waiting),
+                "sequences_running": len(self._running),
+                "sequences_waiting": len(self._waiting),
+                "slots": self.slots,
+                "slots_free": self.slots - len(self._running),
+                **self._totals,
+            }
+
+    def run(self) -> None:
+        """Step until stopped."""
+        due = time.monotonic()
+        while not self._stopping:
+            self.last_step = time.monotonic()
+            with self._lock:
+                self._drop_cancelled()
+                idle = not self._runs
+                events = {} if idle else self._step()
+            if idle:
+                self._wake.wait(0.1)
+                self._wake.clear()
+                due = time.monotonic()
+                continue
+            while self._hanging and not self._stopping:
+                time.sleep(0.05)
+            due = max(due + self.step_seconds, time.monotonic())
+            time.sleep(max(0.0, due - time.monotonic()))
+            if events:
+                self.deliver(events)
+
+    def _drop_cancelled(self) -> None:
+        if any(row.run.cancelled for row in self._running):
+            self._running = [row for row in self._running if not row.run.cancelled]
+        if any(row.run.cancelled for row in self._waiting):
+            self._waiting = collections.deque(row for row in self._waiting if not row.run.cancelled)
+
+    def _step(self) -> dict[bytes, list[Event]]:
+        while self._waiting and len(self._running) < self.slots:
+            self._running.append(self._waiting.popleft())
+        budget = self.prefill_budget
+        self._totals["steps_total"] += 1
+        changed: dict[str, tuple[FakeRun, list[Delta], list[Finish]]] = {}
+        events: dict[bytes, list[Event]] = {}
+        still_running = []
+        for row in self._running:
+            run = row.run
+            if row.to_feed:
+                fed = min(row.to_feed, budget)
+                row.to_feed -= fed
+                budget -= fed
+                self._totals["prompt_tokens_total"] += fed
+                if row.to_feed:
+                    still_running.append(row)
+                    continue
+            request = run.request
+            _, deltas, finishes = changed.setdefault(request.id, (run, [], []))
+            if row.sampled < request.max_tokens:
+                row.gathered.append(f" w{row.sampled}")
+                row.sampled += 1
+                self._totals["generation_tokens_total"] += 1
+            if row.gathered and (row.sampled >= request.max_tokens or 0 < request.chunk_size <= len(row.gathered)):
+                deltas.append(Delta(row.index, "".join(row.gathered), len(row.gathered)))
+                row.gathered.clear()
+            if run.fault == "row" and row.index == 0 and run.num_steps >= 2:
+                finishes.append(Finish(0, "error", row.prompt_tokens, row.sampled, "the logits of this row were not finite"))
+            elif row.sampled >= request.max_tokens:
+                finishes.append(Finish(row.index, "length", row.prompt_tokens, row.sampled))
+            else:
+                still_running.append(row)
+        self._running = still_running
+        for run, deltas, finishes in changed.values():
+            run.num_steps += 1
+            run.num_open -= len(finishes)
+            if run.fault and run.num_steps >= 3:
+                self._break(run, events)
+            if deltas or finishes:
+                events.setdefault(run.owner, []).append(Progress(run.request.id, deltas, finishes))
+            if run.num_open == 0:
+                self._runs.pop(run.request.id, None)
+        return events
+
+    def _break(self, run: FakeRun, events: dict[bytes, list[Event]]) -> None:
+        if run.fault == "hang":
+            self._hanging = True
+        elif run.fault == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif run.fault == "fail":
+            events.setdefault(run.owner, []).append(Failure(run.request.id, "EngineFailed", "the step failed"))
+            run.cancelled = True
+            self._runs.pop(run.request.id, None)
+
+
+def build_worker(config: Config, deliver: Callable[[dict[bytes, list[Event]]], None]) -> FakeWorker:
+    """The fake in place of the real worker, paced by `config.fake_engine` milliseconds."""
+    return FakeWorker(
+        deliver,
+        step_seconds=(config.fake_engine or 0) / 1000,
+        slots=config.slots or 320,
+        prefill_budget=config.prefill_budget or 4096,
+        queue=config.queue,
+        fault=os.environ.get("RWKV_BATCH_FAULT", ""),
+    )

@@ -1,0 +1,340 @@
+"""Start, stop, and what happens when a process dies or hangs, on real processes."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from server_process import ROOT, ServerProcess, wait_until
+
+from bench.client import open_stream
+
+CHAT = "/v1/chat/completions"
+GOOD = {"contents": ["a"], "max_tokens": 2}
+FRESH = ("--heartbeat", "0.05")
+
+
+def run_app(*args: str, env: dict[str, str] | None = None, seconds: float = 10) -> subprocess.CompletedProcess:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("RWKV_BATCH_")}
+    command = [sys.executable, str(ROOT / "app.py"), *args]
+    return subprocess.run(command, env=environ | (env or {}), capture_output=True, text=True, timeout=seconds)
+
+
+async def follow(port: int, num_tokens: int, results: list, **more) -> None:
+    """Read a stream to its end; appends (number of words, last payload), whatever happens."""
+    words, last = 0, b""
+    body = {"contents": ["a"], "max_tokens": num_tokens, "stream": True, "chunk_size": 1, **more}
+    try:
+        async with await open_stream("127.0.0.1", port, CHAT, body) as stream:
+            if stream.status != 200:
+                last = b"status %d" % stream.status
+                return
+            async for payload in stream.events():
+                last = payload
+                if payload.startswith(b'{"object"'):
+                    words += sum(bool(part["delta"]["content"]) for part in json.loads(payload)["choices"])
+    except (OSError, asyncio.IncompleteReadError):
+        last = b"broken"
+    finally:
+        results.append((words, last))
+
+
+async def disturbed(port: int, num: int, num_tokens: int, after: float, disturb) -> list[tuple[int, bytes]]:
+    """Follow streams while something happens to the server."""
+    results: list[tuple[int, bytes]] = []
+    jobs = [asyncio.create_task(follow(port, num_tokens, results)) for _ in range(num)]
+    await asyncio.sleep(after)
+    await asyncio.to_thread(disturb)
+    await asyncio.gather(*jobs)
+    return results
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def serves(server: ServerProcess) -> bool:
+    return server.post(GOOD)[0] == 200
+
+
+def test_wrong_settings_are_one_line_and_status_2(folder):
+    (folder / "open").write_text("x")
+    for args, word in [
+        (["--prot", "1"], "--prot"),
+        (["--port", "x"], "--port"),
+        (["--port", "70000"], "--port"),
+        (["--pp-devices", "[0,1]"], "--pp-devices"),
+        (["--model-path", "/nowhere/x"], "--model-path"),
+        (["--password-file", str(folder / "open")], "chmod 600"),
+        (["--config", "/nowhere/x.toml"], "--config"),
+        (["--host", "no such host"], "--host"),
+    ]:
+        done = run_app(*args)
+        assert done.returncode == 2, (args, done)
+        assert word in done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
+        assert done.stdout == ""
+
+
+def test_help_is_ours_and_quick():
+    began = time.monotonic()
+    done = run_app("--help")
+    assert done.returncode == 0
+    assert "--model-path" in done.stdout
+    assert "--compile-rust-path" not in done.stdout
+    assert time.monotonic() - began < 2
+
+
+def test_busy_port_ends_within_a_second(folder):
+    with ServerProcess("--http-workers", "1", folder=folder) as server:
+        began = time.monotonic()
+        done = run_app("--fake-engine", "20", "--port", str(server.port))
+        assert done.returncode == 2
+        assert "cannot listen" in done.stderr
+        assert time.monotonic() - began < 1.0
+        assert serves(server)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert run_app("--fake-engine", "20", "--port", str(other.getsockname()[1])).returncode == 2
+
+
+def test_start_up_says_what_runs_where(folder):
+    with ServerProcess("--http-workers", "1", folder=folder) as server:
+        for word in (
+            "model    fake",
+            "device",
+            "limits",
+            f"address  http://127.0.0.1:{server.port}  (no password",
+            "try      curl",
+        ):
+            assert word in server.output
+        command = server.output.partition("try      ")[2].partition("\n")[0]
+        done = subprocess.run(command.replace("curl", "curl -s"), shell=True, capture_output=True, text=True, timeout=30)
+        if done.returncode != 127:
+            assert done.stdout.endswith("data: [DONE]\n\n")
+
+
+def test_killed_http_process_costs_its_own_streams_only(folder):
+    with ServerProcess(*FRESH, folder=folder, step_ms=20) as server:
+        victim = server.children("http")[0]
+        began = []
+
+        def kill() -> None:
+            os.kill(victim, signal.SIGKILL)
+            began.append(time.monotonic())
+            wait_until(lambda: len(server.children("http")) == 2 and server.all_ready(2), 2.0, "serving again")
+            began.append(time.monotonic())
+
+        results = asyncio.run(disturbed(server.port, 40, 150, 0.7, kill))
+        whole = [words for words, last in results if last == b"[DONE]"]
+        broken = [words for words, last in results if last == b"broken"]
+        print(f"{len(whole)} streams whole, {len(broken)} broken, both processes serve after {began[1] - began[0]:.2f} s")
+        assert whole
+        assert broken
+        assert len(whole) + len(broken) == 40
+        assert set(whole) == {150}
+        wait_until(lambda: server.engine_stats()["slots_free"] == 320, 2.0, "slots free")
+
+
+def test_a_malformed_chunked_body_costs_one_http_process(folder):
+    with ServerProcess(*FRESH, folder=folder, step_ms=20) as server:
+        before = server.children("http")
+        engine = server.children("engine")
+
+        def attack() -> None:
+            with socket.create_connection((server.host, server.port)) as connection:
+                connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZZ\r\n")
+                connection.settimeout(2)
+                with contextlib.suppress(OSError):
+                    connection.recv(100)
+            wait_until(lambda: len(server.children("http")) == 2 and server.all_ready(2), 2.0, "serving again")
+
+        results = asyncio.run(disturbed(server.port, 40, 100, 0.5, attack))
+        whole = [words for words, last in results if last == b"[DONE]"]
+        print(f"{len(whole)} of 40 streams whole, HTTP processes {before} -> {server.children('http')}")
+        assert len(set(before) & set(server.children("http"))) >= 1
+        assert whole
+        assert server.children("engine") == engine
+        assert serves(server)
+
+
+def test_many_malformed_bodies_do_not_end_the_server(folder):
+    with ServerProcess("--http-workers", "1", folder=folder) as server:
+        for _ in range(3):
+            with socket.create_connection((server.host, server.port)) as connection:
+                connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZZ\r\n")
+            time.sleep(0.1)
+            wait_until(lambda: serves(server), 3.0, "serving again")
+        assert server.process.poll() is None
+
+
+def test_killed_engine_gives_typed_errors_then_serves_again(folder):
+    with ServerProcess(*FRESH, folder=folder, step_ms=20) as server:
+        answers = []
+
+        def kill() -> None:
+            os.kill(server.children("engine")[0], signal.SIGKILL)
+            began = time.monotonic()
+            while time.monotonic() - began < 5:
+                answers.append(server.request("POST", CHAT, GOOD))
+                if answers[-1][0] == 200 and time.monotonic() - began > 0.3:
+                    print(f"serving again after {time.monotonic() - began:.2f} s")
+                    return
+                time.sleep(0.02)
+
+        results = asyncio.run(disturbed(server.port, 20, 500, 0.5, kill))
+        assert all(json.loads(last)["error"].startswith("the engine was lost") for _, last in results), results
+        statuses = [status for status, _, _ in answers]
+        assert set(statuses) == {200, 503}
+        assert statuses[-1] == 200
+        for status, answer, headers in answers:
+            if status == 503:
+                assert list(answer) == ["error"]
+                assert int(headers["retry-after"]) >= 1
+        assert "Traceback" not in server.output
+
+
+def test_killed_engine_fails_long_plain_answers_inside_the_body(folder):
+    with ServerProcess(*FRESH, "--http-workers", "1", folder=folder, step_ms=20) as server:
+
+        async def scenario() -> bytes:
+            body = {"contents": ["a"], "max_tokens": 1000}
+            async with await open_stream("127.0.0.1", server.port, CHAT, body) as stream:
+                assert stream.status == 200
+                await asyncio.sleep(0.4)
+                os.kill(server.children("engine")[0], signal.SIGKILL)
+                return await stream.read()
+
+        body = asyncio.run(scenario())
+        assert body.startswith(b" ")
+        assert json.loads(body)["error"].startswith("the engine was lost")
+
+
+def test_killed_supervisor_takes_everything_with_it(folder):
+    with ServerProcess(folder=folder, step_ms=20) as server:
+        pids = [*server.children("http"), *server.children("engine")]
+        assert len(pids) == 3
+        server.process.kill()
+        took = wait_until(lambda: not any(map(alive, pids)), 2.0, "children gone")
+        print(f"all children gone after {took:.2f} s")
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", server.port))
+            probe.listen()
+        left = list(server.run_folder.iterdir())
+        assert len(left) == 1
+    with ServerProcess("--http-workers", "1", folder=folder) as server:
+        assert left[0] not in server.run_folder.iterdir()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_50_streams_finish(folder, number):
+    with ServerProcess(folder=folder, step_ms=20) as server:
+        refused = []
+
+        def stop() -> None:
+            server.process.send_signal(number)
+            wait_until(lambda: server.get("/readyz")[0] == 503, 1.0, "draining")
+            for _ in range(5):
+                refused.append(server.request("POST", CHAT, GOOD))
+            assert server.get("/healthz")[0] == 200
+
+        results = asyncio.run(disturbed(server.port, 50, 120, 0.7, stop))
+        assert results == [(120, b"[DONE]")] * 50
+        for status, answer, headers in refused:
+            assert status == 503
+            assert "shutting down" in answer["error"]
+            assert "retry-after" in headers
+        assert server.process.wait(5) == 0
+        assert list(server.run_folder.iterdir()) == []
+        assert "Traceback" not in server.output
+
+
+def test_streams_that_outlast_the_drain_end_with_an_error(folder):
+    with ServerProcess("--drain-seconds", "0.5", folder=folder, step_ms=20) as server:
+        results = asyncio.run(disturbed(server.port, 10, 5000, 0.5, lambda: server.process.send_signal(signal.SIGTERM)))
+        assert all(json.loads(last) == {"error": "the server is stopping"} for _, last in results), results
+        assert server.process.wait(5) == 0
+
+
+def test_a_second_signal_stops_at_once(folder):
+    with ServerProcess(folder=folder, step_ms=20) as server:
+
+        def stop() -> None:
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(2) == 128 + signal.SIGTERM
+
+        results = asyncio.run(disturbed(server.port, 10, 5000, 0.5, stop))
+        assert {last for _, last in results} == {b"broken"}
+        assert list(server.run_folder.iterdir()) == []
+
+
+def test_an_idle_server_stops_quickly_and_signals_to_the_whole_group_do_no_harm(folder):
+    with ServerProcess(folder=folder) as server:
+        for pid in (*server.children("http"), *server.children("engine")):
+            os.kill(pid, signal.SIGTERM)
+        time.sleep(0.2)
+        assert serves(server)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 0
+        print(f"stopped after {time.monotonic() - began:.2f} s")
+        assert time.monotonic() - began < 2.0
+
+
+def test_a_hung_step_ends_the_engine_which_comes_back(folder):
+    env = {"RWKV_BATCH_FAULT": "hang:3"}
+    with ServerProcess("--watchdog-seconds", "1", "--http-workers", "1", folder=folder, env=env) as server:
+        assert serves(server)
+        assert serves(server)
+        began = time.monotonic()
+        status, answer, _ = server.request("POST", CHAT, {"contents": ["a"], "max_tokens": 100})
+        assert answer["error"].startswith("the engine was lost"), (status, answer)
+        assert time.monotonic() - began < 3
+        wait_until(lambda: serves(server), 5.0, "serving again")
+        assert "the engine hangs and ends" in server.output
+        assert "ended with status 70" in server.output
+
+
+def test_repeated_crashes_end_the_server_with_71(folder):
+    env = {"RWKV_BATCH_FAULT": "crash:1"}
+    with ServerProcess("--max-crashes", "2", "--http-workers", "1", folder=folder, env=env) as server:
+        for _ in range(2):
+            wait_until(lambda: server.get("/readyz")[0] == 200, 5.0, "ready")
+            status, answer = server.post({"contents": ["a"], "max_tokens": 100})
+            assert status == 503
+            assert "engine" in answer["error"]
+        assert server.process.wait(5) == 71
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"), [("fail:1", "the step failed"), ("row:1", "the logits of this row were not finite")]
+)
+def test_a_failed_request_or_row_says_so(folder, fault, message):
+    with ServerProcess("--http-workers", "1", folder=folder, env={"RWKV_BATCH_FAULT": fault}) as server:
+        results: list = []
+        asyncio.run(follow(server.port, 20, results, contents=["a", "b"]))
+        assert json.loads(results[0][1]) == {"error": message}
+        assert serves(server)
+    with ServerProcess("--http-workers", "1", folder=folder, env={"RWKV_BATCH_FAULT": fault}) as server:
+        status, answer = server.post({"contents": ["a", "b"], "max_tokens": 20})
+        if fault == "fail:1":
+            assert (status, answer) == (500, {"error": message})
+        else:
+            assert status == 200
+            assert [choice["finish_reason"] for choice in answer["choices"]] == ["error", "length"]
+            assert answer["choices"][0]["error"] == message
+        assert serves(server)

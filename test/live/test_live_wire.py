@@ -1,0 +1,412 @@
+"""What goes over the wire, on a real socket: shapes, errors, access, limits. The engine is the stand-in."""
+
+import json
+import re
+import socket
+
+import pytest
+import quiet_robyn  # noqa: F401
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from server_process import ServerProcess, wait_until
+
+from routes import ROUTES
+
+CHAT = "/v1/chat/completions"
+CHUNK = "chat.completion.chunk"
+
+
+def raw(server: ServerProcess, text: str | bytes, path: str = CHAT):
+    return server.post(text.encode() if isinstance(text, str) else text, path)
+
+
+def events(server: ServerProcess, body: dict) -> tuple[str, list]:
+    status, text, headers = server.request("POST", CHAT, {**body, "stream": True})
+    assert status == 200
+    assert headers["content-type"] == "text/event-stream"
+    blocks = text.split("\n\n")
+    assert blocks[-1] == ""
+    blocks = [block for block in blocks[:-1] if not block.startswith(":")]
+    assert all(block.startswith("data: ") for block in blocks)
+    return text, [block[6:] for block in blocks]
+
+
+def test_whole_answer(server):
+    status, answer, headers = server.request("POST", CHAT, {"contents": ["ab", "c"], "max_tokens": 3, "model": "模型"})
+    assert status == 200
+    assert headers["content-type"] == "application/json"
+    assert headers["access-control-allow-origin"] == "*"
+    assert answer["id"] == "rwkv7-batch"
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "模型"
+    assert isinstance(answer["created"], int)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert all(choice["message"] == {"role": "assistant", "content": " w0 w1 w2"} for choice in answer["choices"])
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+
+
+def test_stream_is_the_references_form(server):
+    text, payloads = events(server, {"contents": ["ab", "c"], "max_tokens": 5, "chunk_size": 2})
+    choice = '{{"index": {}, "delta": {{"content": "{}"}}}}'
+    first = f'{{"object": "{CHUNK}", "choices": [{choice.format(0, " w0 w1")}, {choice.format(1, " w0 w1")}]}}'
+    assert payloads[0] == first
+    assert payloads[-1] == "[DONE]"
+    assert text.count("[DONE]") == 1
+    chunks = [json.loads(payload) for payload in payloads[:-1]]
+    assert {chunk["object"] for chunk in chunks} == {CHUNK}
+    joined = ["", ""]
+    for chunk in chunks:
+        for part in chunk["choices"]:
+            joined[part["index"]] += part["delta"]["content"]
+    assert joined == [" w0 w1 w2 w3 w4"] * 2
+    ends = chunks[-1]["choices"]
+    assert [(end["delta"], end["finish_reason"]) for end in ends] == [({"content": ""}, "length")] * 2
+    assert chunks[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_asked_for_gives_empty_text(server, stream):
+    body = {"contents": ["a", "b"], "max_tokens": 0}
+    if stream:
+        payloads = events(server, body)[1]
+        assert all(part["delta"]["content"] == "" for p in payloads[:-1] for part in json.loads(p)["choices"])
+        assert payloads[-1] == "[DONE]"
+    else:
+        assert [choice["message"]["content"] for choice in server.post(body)[1]["choices"]] == ["", ""]
+
+
+def test_a_long_answer_is_blanks_then_json(server):
+    status, answer, headers = server.request("POST", CHAT, {"contents": ["a"], "max_tokens": 500})
+    assert status == 200
+    assert headers["content-type"] == "application/json"
+    assert headers["transfer-encoding"] == "chunked"
+    assert answer["usage"]["completion_tokens"] == 500
+
+
+def test_seed_bodies_are_taken(server):
+    body = {
+        "contents": ["English: After a blissful two weeks\n\nChinese:", ""],
+        "max_tokens": 8,
+        "stop_tokens": [0, 261, 24281],
+        "temperature": 0.8,
+        "top_k": 50,
+        "top_p": 0.6,
+        "alpha_presence": 1.0,
+        "alpha_frequency": 0.1,
+        "alpha_decay": 0.99,
+        "noise": 1.5,
+        "pad_zero": True,
+        "chunk_size": 128,
+        "password": "rwkv7_7.2b",
+        "something_unknown": {"a": [1]},
+    }
+    status, answer = server.post(body)
+    assert status == 200, answer
+    assert len(answer["choices"]) == 2
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [[0, 261, "\nUser:"], 261, "✿", None, [], ["5"], [1.0]],
+    ids=["mixed", "id", "text", "null", "none", "digits", "1.0"],
+)
+def test_stop_forms(server, stops):
+    assert server.post({"contents": ["a"], "max_tokens": 1, "stop_tokens": stops})[0] == 200
+
+
+BIG = 2**63
+GOOD = {"contents": ["a"], "max_tokens": 1}
+NUMBERS = [
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "alpha_presence",
+    "alpha_frequency",
+    "alpha_decay",
+    "noise",
+    "chunk_size",
+]
+BAD_VALUES = ["[]", "{}", '"x"', "NaN", "Infinity", "-Infinity", "1e999", "-1e300", str(-BIG), str(BIG), str(2 * BIG), '"nan"']
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+def test_bad_numbers_name_their_field(server, field):
+    for value in BAD_VALUES:
+        status, answer = raw(server, f'{{"contents": ["a"], "max_tokens": 1, "{field}": {value}}}')
+        assert status == 400, (field, value, answer)
+        assert list(answer) == ["error"], answer
+        assert field in answer["error"], (value, answer)
+    for value in ('"1"', "1", "1.0", *(["null"] if field != "max_tokens" else [])):  # its default would take a minute
+        assert raw(server, f'{{"contents": ["a"], "max_tokens": 1, "{field}": {value}}}')[0] == 200, (field, value)
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ('{"contents": []}', "Empty prompts list"),
+        ("{}", "Empty prompts list"),
+        ('{"contents": null}', "Empty prompts list"),
+        ('{"contents": {"a": 1}}', "contents"),
+        ('{"contents": [1]}', "contents[0]"),
+        ('{"contents": ["a", null]}', "contents[1]"),
+        ('{"contents": ["\\ud800"]}', "contents"),
+        ('{"contents": ["a"], "model": ["m"]}', "model"),
+        ('{"contents": ["a"], "stream": "maybe"}', "stream"),
+        ('{"contents": ["a"], "stop_tokens": [true]}', "stop_tokens"),
+        ('{"contents": ["a"], "stop_tokens": [-1]}', "stop_tokens"),
+        ('{"contents": ["a"], "stop_tokens": {"a": 1}}', "stop_tokens"),
+        ('{"contents": ["a"], "stop_tokens": [[1]]}', "stop_tokens"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "contents"),
+        ("[1]", "object"),
+        ("1", "object"),
+        ("null", "object"),
+        ("", "JSON"),
+        ('{"contents": ["a"]', "JSON"),
+        ("{'contents': 1}", "JSON"),
+        (b'{"contents": ["\xff"]}', "JSON"),
+        ('{"max_tokens": ' + "9" * 5000 + "}", "JSON"),
+        ("[" * 1000 + "]" * 1000, "JSON"),
+        ('{"a": ' + "[" * 100000 + "]" * 100000 + "}", "JSON"),
+        ('{"a": ' + "[" * 70 + "]" * 70 + "}", "64 levels"),
+        ('{"contents": ["a"], "stop_tokens": ["%s"]}' % ("x" * 257), "256 bytes"),
+        (f'{{"contents": ["a"], "stop_tokens": {json.dumps(list(range(65)))}}}', "64 entries"),
+        ('{"contents": ["a"], "max_tokens": 1048577}', "max_tokens: at most 1048576"),
+        ('{{"contents": {}}}'.format(json.dumps(["a"] * 4097)), "4096 prompts"),
+        ('{{"contents": {}}}'.format(json.dumps(["a"] * 100_000)), "4096 prompts"),
+    ],
+)
+def test_bad_bodies(server, body, word):
+    status, answer = raw(server, body)
+    assert status == 400, answer
+    assert list(answer) == ["error"]
+    assert word in answer["error"]
+    assert server.post(GOOD)[0] == 200
+
+
+def test_repeated_key_counts_as_its_last_value(server):
+    assert raw(server, '{"contents": ["a"], "max_tokens": "x", "max_tokens": 2}')[1]["usage"]["completion_tokens"] == 2
+
+
+def test_body_over_the_limit_is_refused_and_8_mib_are_not(server):
+    assert server.post({"contents": ["a" * 8 * 2**20], "max_tokens": 1})[1].get("error", "").startswith("contents[0]: at most")
+    status, answer = raw(server, b'{"contents": ["' + b"a" * (33 * 2**20) + b'"]}')
+    assert status == 413
+    assert "32 MiB" in answer["error"]
+    assert server.post(GOOD)[0] == 200
+
+
+def test_compressed_and_cut_off_bodies(server):
+    assert server.request("POST", CHAT, b"\x1f\x8b", {"Content-Encoding": "gzip"})[0] == 400
+    with socket.create_connection((server.host, server.port)) as connection:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+        connection.sendall(head + json.dumps(GOOD).encode())
+        connection.shutdown(socket.SHUT_WR)
+        assert b"200 OK" not in connection.recv(4096)
+    assert server.post(GOOD)[0] == 200
+
+
+def test_paths_and_methods(server):
+    assert server.request("GET", "/nowhere")[:2] == (404, {"error": "Not found"})
+    assert server.request("POST", "/v1/chat/completion", GOOD)[:2] == (404, {"error": "Not found"})
+    for method in ("GET", "PUT", "DELETE", "PATCH"):
+        status, answer, headers = server.request(method, CHAT)
+        assert (status, answer, headers["allow"]) == (405, {"error": "Method not allowed"}, "POST")
+    for route in ROUTES:
+        if route.method == "GET":
+            assert server.request("HEAD", route.path)[0] == 200, route
+    for path in ("//", "/../etc/passwd", "/v1/models/", "/V1/models", "/%2e%2e/x"):
+        assert server.request("GET", path)[0] in (200, 404), path
+
+
+@pytest.mark.parametrize("path", [CHAT, "/", "/nowhere", "/translate/v1/batch-translate"])
+def test_preflight_from_an_extension(server, path):
+    asked = {
+        "Origin": "chrome-extension://x",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "content-type,x-stainless-os",
+        "Access-Control-Request-Private-Network": "true",
+    }
+    status, _, headers = server.request("OPTIONS", path, headers=asked)
+    assert status == 204
+    assert headers["access-control-allow-origin"] == "*"
+    assert headers["access-control-allow-headers"] == "content-type,x-stainless-os"
+    assert headers["access-control-allow-private-network"] == "true"
+    assert "POST" in headers["access-control-allow-methods"]
+
+
+def test_every_answer_carries_cors(server):
+    calls = [("POST", CHAT, {**GOOD, "stream": True}), ("POST", CHAT, b"["), ("GET", "/nowhere", None), ("GET", "/stats", None)]
+    for method, path, body in calls:
+        assert server.request(method, path, body)[2]["access-control-allow-origin"] == "*"
+
+
+def test_models_health_stats(server):
+    status, models = server.get("/v1/models")
+    assert status == 200
+    assert models["data"][0]["id"] == "fake"
+    assert models["data"][0]["object"] == "model"
+    assert server.get("/healthz") == (200, {"status": "ok", "model": "fake", "engine": "ready"})
+    assert server.get("/readyz")[0] == 200
+    assert server.get("/")[1]["name"] == "rwkv_batch"
+    assert server.get("/stats")[1]["engine"]["slots"] == 320
+
+
+def test_metrics_add_up_over_processes(server):
+    def total(name: str) -> float:
+        page = server.get("/metrics")[1]
+        assert "# TYPE rwkv_batch:time_to_first_token_seconds histogram" in page
+        return sum(float(value) for value in re.findall(rf"^rwkv_batch:{name}(?:{{.*}})? (\S+)$", page, re.M))
+
+    before = total("request_success_total"), total("time_to_first_token_seconds_count")
+    for _ in range(12):  # spread over both processes by chance
+        assert server.post({"contents": ["a", "b"], "max_tokens": 2, "stream": True})[0] == 200
+    assert total("request_success_total") - before[0] == 24
+    assert total("time_to_first_token_seconds_count") - before[1] == 12
+    for name in ("num_requests_running", "num_requests_waiting", "generation_tokens_total", "state_slots_usage_ratio"):
+        assert re.search(rf"^rwkv_batch:{name}", server.get("/metrics")[1], re.M), name
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+FIELDS = [
+    *NUMBERS,
+    "contents",
+    "messages",
+    "stop_tokens",
+    "stream",
+    "model",
+    "seed",
+    "ignore_eos",
+    "pad_zero",
+    "password",
+    "xyz",
+]
+bodies = st.dictionaries(st.sampled_from(FIELDS), json_values | st.just(["a"]) | st.just("5") | st.just(3), max_size=8)
+
+
+def check_body(server: ServerProcess, body: dict) -> None:
+    if isinstance(body.get("max_tokens"), int | float | str) or "max_tokens" not in body or body["max_tokens"] is None:
+        body["max_tokens"] = 2  # long generations are not the point
+    status, answer, _headers = server.request("POST", CHAT, json.dumps(body).encode())
+    assert status in (200, 400), (status, answer, body)
+    if status == 400:
+        assert list(answer) == ["error"]
+        assert isinstance(answer["error"], str)
+        assert "Traceback" not in answer["error"]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(body=bodies)
+def test_any_json_gets_200_or_400(server, body):
+    check_body(server, body)
+
+
+@pytest.mark.long
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(body=bodies)
+def test_any_json_gets_200_or_400_500_times(server, body):
+    check_body(server, body)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(data=st.binary(max_size=200))
+def test_any_bytes_get_400(server, data):
+    assert raw(server, data)[0] == 400
+
+
+def test_client_text_cannot_forge_log_lines(server):
+    for path in ("/x%0d%0aforged", "/x%e2%80%a8forged", "/" + "y" * 1000):
+        server.request("GET", path)
+    server.post(
+        {**GOOD, "model": "m\nforged", "contents": ["a\nforged"]}, headers={"X-Request-Id": "forged", "User-Agent": "forged"}
+    )
+    assert not [line for line in server.output.splitlines() if line.startswith("forged") or len(line) > 600]
+
+
+def test_nothing_of_this_was_an_internal_error(server):
+    assert server.post(GOOD)[0] == 200
+    assert "Traceback" not in server.output
+    assert "prompts [" not in server.output
+
+
+SECRET = "pässwörd-canary-7391"
+ASCII_SECRET = "canary-secret-7391"
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory):
+    with ServerProcess(
+        "--host", "127.0.0.1", "--http-workers", "1", folder=tmp_path_factory.mktemp("locked"),
+        env={"RWKV_BATCH_PASSWORD": ASCII_SECRET}, wait=False,
+    ) as running:  # fmt: skip
+        running.headers = {"Authorization": f"Bearer {ASCII_SECRET}"}
+        running.wait_ready()
+        yield running
+
+
+WRONG = ["", "x", ASCII_SECRET + "x", ASCII_SECRET[:-1], ASCII_SECRET.upper(), "ä", "x" * 2**20]
+UNAUTHORIZED = {"error": "Unauthorized: invalid or missing password"}
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
+def test_access_to_every_route(locked, route):
+    def status(headers=None, body=None):
+        data = json.dumps({**GOOD, **(body or {})}).encode() if route.method == "POST" else None
+        return locked.request(route.method, route.path, data, headers)[:2]
+
+    right = {"Authorization": f"Bearer {ASCII_SECRET}"}
+    assert status(right)[0] == 200
+    if route.public:
+        assert status()[0] == 200
+        return
+    assert status() == (401, UNAUTHORIZED)
+    for wrong in WRONG[:-2]:
+        assert status({"Authorization": f"Bearer {wrong}"}) == (401, UNAUTHORIZED), wrong
+    for other in (f"bearer {ASCII_SECRET}", f"Basic {ASCII_SECRET}", ASCII_SECRET):
+        assert status({"Authorization": other}) == (401, UNAUTHORIZED), other
+    if route.method != "POST":
+        return
+    assert status(body={"password": ASCII_SECRET})[0] == 200
+    assert status(right, {"password": ASCII_SECRET})[0] == 200
+    for wrong in [*WRONG, 5, [ASCII_SECRET], {}, True]:
+        assert status(body={"password": wrong}) == (401, UNAUTHORIZED), str(wrong)[:20]
+        assert status(right, {"password": wrong}) == (401, UNAUTHORIZED), str(wrong)[:20]
+    assert status({"Authorization": "Bearer x"}, {"password": ASCII_SECRET}) == (401, UNAUTHORIZED)
+    assert status(body={"contents": 5}) == (401, UNAUTHORIZED), "access comes before everything that depends on the body"
+    assert status(right, {"password": None})[0] == 200
+
+
+def test_public_routes_are_few_and_the_secret_is_nowhere(locked):
+    assert {route.path for route in ROUTES if route.public} == {"/v1/models", "/healthz", "/readyz"}
+    for path in ("/stats", "/metrics", "/"):
+        assert ASCII_SECRET not in str(locked.get(path, locked.headers))
+    assert ASCII_SECRET not in locked.output
+    for pid in (*locked.children("http"), *locked.children("engine")):
+        for name in ("cmdline", "environ"):
+            with open(f"/proc/{pid}/{name}", "rb") as file:
+                assert ASCII_SECRET.encode() not in file.read()
+
+
+def test_streams_and_errors_need_no_password_for_cors(locked):
+    status, _, headers = locked.request("POST", CHAT, GOOD)
+    assert status == 401
+    assert headers["access-control-allow-origin"] == "*"
+    assert locked.request("OPTIONS", CHAT)[0] == 204
+
+
+def test_a_password_that_is_not_ascii_works_in_the_body(folder):
+    secret = folder / "secret"
+    secret.write_text(SECRET + "\n")
+    secret.chmod(0o600)
+    with ServerProcess("--password-file", str(secret), "--http-workers", "1", folder=folder, wait=False) as running:
+        wait_until(lambda: "address" in running.output, 10, "the address")
+        running.port = int(re.search(r"address  http://0.0.0.0:(\d+)  \(a password is set", running.output)[1])
+        wait_until(lambda: running.get("/readyz")[0] == 200, 10, "ready")
+        assert running.post({**GOOD, "password": SECRET})[0] == 200
+        assert running.post({**GOOD, "password": "passwort"})[0] == 401
+        assert SECRET not in running.output

@@ -1,0 +1,305 @@
+"""Both ends of the channel in one process: what arrives, and what a dead or stuck peer costs."""
+
+import os
+import queue
+import threading
+import time
+
+import pytest
+import zmq
+
+from rwkv_batch import channel
+from rwkv_batch.channel import EngineClient, EngineServer, Ticket, error_of, failure
+from rwkv_batch.errors import EngineFailed, Overloaded, Unavailable
+from rwkv_batch.fake_worker import FakeWorker
+from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
+from sampling.params import SamplingParams
+
+
+def wait_until(condition, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+def request(request_id: str, num_rows: int = 1, max_tokens: int = 5) -> Request:
+    return Request(id=request_id, prompts=[[1, 2]] * num_rows, sampling=SamplingParams(seed=7), max_tokens=max_tokens)
+
+
+def drain(ticket: Ticket, seconds: float = 5.0) -> list:
+    """Everything up to END."""
+    items = []
+    while (item := ticket.take(seconds)) is not Ticket.END:
+        items.append(item)
+    with pytest.raises(queue.Empty):
+        ticket.take(0.01)
+    return items
+
+
+class Engine:
+    """A server with a fake worker in a thread."""
+
+    def __init__(self, address: str, step_seconds: float = 0.005, peer_seconds: float = 15.0, **more):
+        self.server = EngineServer(address, heartbeat=0.05, peer_seconds=peer_seconds)
+        self.worker = FakeWorker(self.server.deliver, step_seconds=step_seconds, **more)
+        self.server.start()
+        self.server.attach(self.worker)
+        self.thread = threading.Thread(target=self.worker.run, daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.worker.stop()
+        self.thread.join(5)
+        self.server.close()
+
+
+@pytest.fixture
+def address(tmp_path) -> str:
+    return f"ipc://{tmp_path}/engine"
+
+
+@pytest.fixture
+def engine(address):
+    running = Engine(address)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def client(address):
+    running = EngineClient(address, heartbeat=0.05)
+    running.start()
+    yield running
+    running.close()
+
+
+def test_rows_come_in_order_and_end(engine, client):
+    wait_until(lambda: client.ready)
+    assert client.info == engine.worker.info
+    ticket = client.submit(request("a", num_rows=3))
+    events = drain(ticket)
+    assert ticket.accepted
+    texts = ["", "", ""]
+    for event in events:
+        for delta in event.deltas:
+            texts[delta.index] += delta.text
+    assert texts == [" w0 w1 w2 w3 w4"] * 3
+    assert [finish.reason for event in events for finish in event.finishes] == ["length"] * 3
+    assert client.tickets == {}
+
+
+def test_nothing_can_be_submitted_before_the_model_is_there(address, client):
+    with pytest.raises(Unavailable, match="not running"):
+        client.submit(request("a"))
+    server = EngineServer(address, heartbeat=0.05)
+    server.start()
+    wait_until(lambda: client.phase == "loading")
+    with pytest.raises(Unavailable, match="loading"):
+        client.submit(request("a"))
+    server.attach(FakeWorker(server.deliver))
+    wait_until(lambda: client.ready)
+    server.drain()
+    wait_until(lambda: client.phase == "draining")
+    with pytest.raises(Unavailable, match="shutting down"):
+        client.submit(request("a"))
+    server.close()
+
+
+def test_a_refusal_is_the_workers_own_error(address, client):
+    engine = Engine(address, slots=1, queue=1, step_seconds=0.05)
+    wait_until(lambda: client.ready)
+    tickets = [client.submit(request(str(i), max_tokens=20)) for i in range(6)]
+    refused = [ticket for ticket in tickets if isinstance(item := ticket.take(5), Failure) and item.error == "Overloaded"]
+    assert len(refused) >= 4
+    error = error_of(refused[0].failure)
+    assert isinstance(error, Overloaded)
+    assert (error.status, error.retry_after, error.code) == (429, 1.0, "queue_full")
+    assert not refused[0].accepted
+    engine.close()
+
+
+def test_cancel_frees_the_slot_and_ends_the_ticket(engine, client):
+    wait_until(lambda: client.ready)
+    ticket = client.submit(request("a", num_rows=4, max_tokens=100_000))
+    ticket.take(5)
+    ticket.cancel()
+    ticket.cancel()
+    wait_until(lambda: engine.worker.stats()["slots_free"] == 320)
+    drain(ticket)
+    assert client.tickets == {}
+
+
+def test_a_cancel_before_the_request_was_sent_still_reaches_the_engine(engine, client):
+    wait_until(lambda: client.ready)
+    for i in range(50):
+        client.submit(request(str(i), max_tokens=100_000)).cancel()
+    time.sleep(0.1)
+    wait_until(lambda: engine.worker.stats()["slots_free"] == 320)
+    assert client.tickets == {}
+
+
+def test_a_lost_engine_fails_all_tickets_and_a_new_one_is_found(address, client):
+    engine = Engine(address)
+    wait_until(lambda: client.ready)
+    tickets = [client.submit(request(str(i), max_tokens=100_000)) for i in range(10)]
+    for ticket in tickets:
+        ticket.take(5)
+    engine.close()
+    for ticket in tickets:
+        last = drain(ticket)[-1]
+        assert isinstance(last, Failure)
+        assert isinstance(error_of(last), Unavailable)
+    wait_until(lambda: client.phase == "lost")
+    with pytest.raises(Unavailable, match="restarted"):
+        client.submit(request("b"))
+    again = Engine(address)
+    wait_until(lambda: client.ready)
+    assert len(drain(client.submit(request("b")))) == 5
+    again.close()
+
+
+def test_callbacks_come_once(engine, client):
+    wait_until(lambda: client.ready)
+    calls = []
+    ticket = client.submit(
+        request("a", max_tokens=3),
+        translate=lambda event: b"x",
+        settled=lambda: calls.append("settled"),
+        ended=lambda: calls.append("ended"),
+    )
+    assert drain(ticket) == [b"x"] * 3
+    wait_until(lambda: len(calls) == 2)
+    assert calls == ["settled", "ended"]
+    assert ticket.num_put == ticket.num_taken == 3
+
+
+def test_a_translation_that_raises_ends_its_own_ticket_only(engine, client):
+    wait_until(lambda: client.ready)
+
+    def fails(event):
+        raise ValueError
+
+    bad, good = client.submit(request("a", max_tokens=1000), fails), client.submit(request("b"))
+    assert len(drain(good)) == 5
+    assert drain(bad) == []
+    wait_until(lambda: engine.worker.stats()["slots_free"] == 320)
+
+
+class Peer:
+    """An HTTP process that does only what a test says."""
+
+    def __init__(self, address: str, name: bytes = b"peer"):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, name)
+        self.socket.setsockopt(zmq.RCVHWM, 10)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+
+    def send(self, message) -> None:
+        self.socket.send(channel.encode(message))
+
+    def receive(self, kind: type, seconds: float = 5.0):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.socket.poll(100) and isinstance(message := channel.decode_to_http(self.socket.recv()), kind):
+                return message
+        raise AssertionError(f"no {kind.__name__}")
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+def test_a_peer_that_does_not_read_loses_its_own_tickets_only(address, client, monkeypatch):
+    monkeypatch.setattr(channel, "HIGH_WATER", 20)
+    engine = Engine(address, step_seconds=0.002, peer_seconds=60)
+    stuck = Peer(address)
+    stuck.send(channel.Hello(1))
+    stuck.receive(channel.Status)
+    for i in range(100):  # 100 rows, so that a step's message fills the socket's buffers soon
+        stuck.send(channel.Submit(request(f"s{i}", num_rows=10, max_tokens=100_000)))
+    wait_until(lambda: client.ready)
+    beside = client.submit(request("good", max_tokens=300))
+    assert sum(len(event.deltas) for event in drain(beside, 20)) == 300
+    wait_until(lambda: engine.server.num_peers == 1, 20)
+    wait_until(lambda: engine.worker.stats()["slots_free"] == 320)
+    for _ in range(10_000):  # it wakes up, finds old messages, and learns that it was given up
+        stuck.send(channel.Alive())
+        if isinstance(channel.decode_to_http(stuck.socket.recv()), channel.Forgotten):
+            break
+    else:
+        raise AssertionError("it was not told")
+    stuck.close()
+    engine.close()
+
+
+def test_a_peer_that_vanishes_or_falls_silent_is_given_up(address):
+    engine = Engine(address, peer_seconds=1.0)
+    gone, silent = Peer(address, b"gone"), Peer(address, b"silent")
+    for peer in (gone, silent):
+        peer.send(channel.Hello(1))
+        peer.send(channel.Submit(request(str(id(peer)), max_tokens=100_000)))
+        peer.receive(channel.Accepted)
+    gone.close()
+    wait_until(lambda: engine.server.num_peers == 1, 0.5)
+    wait_until(lambda: engine.worker.stats()["sequences_running"] == 1, 0.5)
+    wait_until(lambda: engine.worker.stats()["sequences_running"] == 0, 3.0)
+    silent.close()
+    engine.close()
+
+
+def test_an_unknown_peer_is_told_and_garbage_is_dropped(engine, address, client):
+    peer = Peer(address)
+    peer.send(channel.Submit(request("a")))
+    peer.receive(channel.Forgotten)
+    for garbage in (b"", b"\xff" * 100, channel.encode(["submit", {"id": 5}]), channel.encode(["nothing"])):
+        peer.socket.send(garbage)
+    peer.close()
+    wait_until(lambda: client.ready)
+    assert len(drain(client.submit(request("b")))) == 5
+
+
+def test_a_client_that_was_forgotten_comes_back_with_a_new_identity(engine, client):
+    wait_until(lambda: client.ready)
+    ticket = client.submit(request("a", max_tokens=100_000))
+    ticket.take(5)
+    (before,) = engine.server._peers
+    engine.server._peers.clear()
+    assert isinstance(drain(ticket)[-1], Failure)
+    wait_until(lambda: client.ready)
+    (after,) = engine.server._peers
+    assert before != after
+    assert len(drain(client.submit(request("b")))) == 5
+
+
+def test_failures_carry_every_field():
+    error = error_of(failure("a", Overloaded("full", param="p", retry_after=3.0)))
+    assert (type(error), error.message, error.param, error.code, error.retry_after) == (
+        Overloaded,
+        "full",
+        "p",
+        "queue_full",
+        3.0,
+    )
+    assert isinstance(error_of(Failure("a", "NoSuchClass", "m")), EngineFailed)
+    assert isinstance(error_of(Failure("a", "annotations", "m")), EngineFailed)
+
+
+def test_messages_survive_the_wire():
+    for message in (
+        channel.Submit(request("ä", 2)),
+        channel.Cancel("a"),
+        channel.Alive(),
+        channel.Hello(os.getpid()),
+    ):
+        assert channel.decode_to_engine(channel.encode(message)) == message
+    progress = Progress("a", [Delta(0, "文", 1)], [Finish(0, "error", 1, 2, "why")])
+    for message in (
+        channel.Batch([progress], [Failure("b", "Overloaded", "m", None, "c", 1.5)]),
+        channel.Status("ready", channel.EngineInfo(model="m"), {"a": 1, "b": 0.5}),
+        channel.Accepted("a"),
+        channel.Forgotten(),
+    ):
+        assert channel.decode_to_http(channel.encode(message)) == message

@@ -1,0 +1,184 @@
+"""Bodies to requests: lax types, closed ranges, errors that name the field."""
+
+import contextlib
+import json
+import time
+
+import pytest
+import quiet_robyn  # noqa: F401
+from hypothesis import given
+from hypothesis import strategies as st
+
+from routes.schemas import ContentsBody, parse, validate
+from rwkv_batch.config import Config
+from rwkv_batch.errors import InvalidRequest
+from rwkv_batch.request import Request
+from sampling.params import SamplingParams
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def read(text: str | bytes, **limits) -> Request:
+    data = text.encode() if isinstance(text, str) else text
+    return validate(ContentsBody, parse(data, 64)).to_request("id", Config(**limits), encode)
+
+
+def refusal(text: str | bytes, **limits) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as error:
+        read(text, **limits)
+    return error.value
+
+
+def test_defaults_are_those_of_the_newest_reference():
+    request = read('{"contents": ["ab"]}')
+    assert request == Request(
+        id="id",
+        prompts=[[97, 98]],
+        sampling=SamplingParams(temperature=1.0, top_k=50, top_p=0.6, alpha_presence=2, alpha_frequency=0.2, alpha_decay=0.996),
+        max_tokens=8192,
+        stop_texts=[b"\nUser:"],
+        chunk_size=0,
+    )
+    assert read('{"contents": ["ab"], "stream": true}').chunk_size == 4
+    body = validate(ContentsBody, {})
+    assert (body.model, body.stream, body.pad_zero, body.enable_think, body.chunk_size) == ("rwkv7", False, True, False, 4)
+
+
+def test_null_is_the_default_everywhere():
+    fields = dict.fromkeys(ContentsBody.model_fields)
+    assert validate(ContentsBody, {**fields, "contents": ["ab"]}) == validate(ContentsBody, {"contents": ["ab"]})
+
+
+def test_types_are_as_lax_as_they_were():
+    body = validate(ContentsBody, {"max_tokens": "5", "top_k": 5.0, "temperature": "0.5", "stream": "true", "chunk_size": "2"})
+    assert (body.max_tokens, body.top_k, body.temperature, body.stream, body.chunk_size) == (5, 5, 0.5, True, 2)
+    assert validate(ContentsBody, {"contents": "one", "unknown": object()}).contents == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("stops", "ids", "texts"),
+    [
+        ("null", [], [b"\nUser:"]),
+        ("[]", [], []),
+        ("[0, 261, 24281]", [0, 261, 24281], []),
+        ('[0, 261, "\\nUser:"]', [0, 261], [b"\nUser:"]),
+        ("5", [5], []),
+        ('"5"', [], [b"5"]),
+        ('"✿"', [], ["✿".encode()]),
+        ('["261", ""]', [], [b"261"]),
+        ("[5.0]", [5], []),
+    ],
+)
+def test_stops(stops, ids, texts):
+    request = read('{"contents": "a", "stop_tokens": %s}' % stops)  # noqa: UP031
+    assert (request.stop_ids, request.stop_texts) == (ids, texts)
+
+
+def test_an_empty_prompt_is_fed_token_0():
+    assert read('{"contents": ["", "a"]}').prompts == [[0], [97]]
+
+
+RANGES = {
+    "max_tokens": (0, 1_048_576),
+    "temperature": (0, 100),
+    "top_k": (-1, 2**31 - 1),
+    "top_p": (-1, 1),
+    "alpha_presence": (-100, 100),
+    "alpha_frequency": (-100, 100),
+    "alpha_decay": (0, 1),
+    "noise": (0, 1000),
+    "chunk_size": (1, 1_048_576),
+    "seed": (-(2**63), 2**64 - 1),
+}
+
+
+@pytest.mark.parametrize("field", RANGES)
+def test_ranges_are_closed(field):
+    low, high = RANGES[field]
+    for value in (low, high, f'"{low}"'):
+        read(json.dumps({"contents": "a"})[:-1] + f', "{field}": {value}}}')
+    for value in (
+        low - 1,
+        high + 1,
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "1e999",
+        '"nan"',
+        '"inf"',
+        2**64,
+        -(2**64),
+        "[]",
+        '"x"',
+        "{}",
+    ):
+        error = refusal(json.dumps({"contents": "a"})[:-1] + f', "{field}": {value}}}')
+        assert error.param == field, (value, error.message)
+        assert field in error.message
+
+
+def test_errors_do_not_repeat_what_the_client_sent():
+    for body in (
+        '{"contents": [{"canary": 1}]}',
+        '{"model": ["canary"]}',
+        '{"max_tokens": "canary"}',
+        '{"stop_tokens": [["canary"]]}',
+    ):
+        assert "canary" not in refusal(body).message
+
+
+def test_limits_are_settings():
+    assert refusal('{"contents": ["a", "b"]}', max_prompts=1).param == "contents"
+    assert refusal('{"contents": ["a", "abc"]}', max_prompt_tokens=2).param == "contents[1]"
+    assert refusal('{"contents": "a", "max_tokens": 9}', max_tokens_limit=8).param == "max_tokens"
+    assert refusal('{"contents": "a", "stop_tokens": [1, 2]}', max_stops=1).param == "stop_tokens"
+    assert refusal('{"contents": "a", "stop_tokens": ["abc"]}', max_stop_bytes=2).param == "stop_tokens"
+
+
+def test_half_a_surrogate_pair_names_its_field():
+    assert refusal('{"model": "m", "contents": ["ok", "\\ud83d x"]}').param == "contents"
+    assert refusal('{"contents": ["\\udc00"]}').param == "contents"
+    assert read('{"contents": ["\\ud83d\\ude00"]}').prompts == [list("😀".encode())]
+
+
+def test_depth_is_bounded_quickly():
+    began = time.monotonic()
+    for depth in (65, 200, 1000, 1_000_000):
+        for left, right in (("[", "]"), ('{"a":', "}")):
+            text = '{"x": ' + left * depth + "1" + right * depth + "}"
+            refusal(text)
+    assert time.monotonic() - began < 1.0
+    assert read('{"contents": "a", "x": ' + "[" * 60 + "]" * 60 + "}").prompts == [[97]]
+
+
+def test_a_hundred_thousand_prompts_are_refused_quickly():
+    body = json.dumps({"contents": ["a" * 90] * 100_000})
+    began = time.monotonic()
+    assert refusal(body).param == "contents"
+    assert time.monotonic() - began < 0.3
+
+
+@given(st.binary(max_size=300) | st.text(max_size=100).map(lambda text: text.encode("utf-8", "surrogatepass")))
+def test_any_bytes_parse_or_are_refused(data):
+    with contextlib.suppress(InvalidRequest):
+        assert isinstance(parse(data, 64), dict)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*ContentsBody.model_fields, "other"]), json_values, max_size=6))
+def test_any_object_becomes_a_request_or_is_refused(body):
+    try:
+        request = read(json.dumps(body).encode())
+    except InvalidRequest:
+        return
+    assert all(request.prompts)
+    assert 0 <= request.max_tokens <= 1_048_576
+    assert 0 <= request.sampling.temperature <= 100
