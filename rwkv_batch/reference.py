@@ -152,7 +152,7 @@ def shift_mix(x: torch.Tensor, mix: torch.Tensor, shift: torch.Tensor, rows: Row
     """
     kept = shift[rows.slot_index]
     if rows.is_decode:
-        mixed = torch.addcmul(x, kept - x, mix)
+        mixed = torch.lerp(x, kept, mix)
         if isinstance(rows.slot_index, slice):
             kept.copy_(x)
         else:
@@ -160,7 +160,7 @@ def shift_mix(x: torch.Tensor, mix: torch.Tensor, shift: torch.Tensor, rows: Row
         return mixed
     previous = x.roll(1, 0)
     previous[rows.first] = kept.to(x.dtype)
-    mixed = torch.addcmul(x, previous.sub_(x), mix)
+    mixed = torch.lerp(x, previous, mix)
     shift[rows.slot_index] = x[rows.last].to(shift.dtype)
     return mixed
 

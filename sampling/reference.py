@@ -67,7 +67,7 @@ class ReferenceSampler:
             raise ValueError(f"logits: expected [{num_rows}, {num_columns}], got {list(logits.shape)}")
         slot_list = slots.tolist() if slot_list is None else slot_list
         needs = [self.controls.needs[slot] for slot in slot_list]
-        biased = z = self._bias_and_mask(logits, slots, needs)
+        biased = z = bias_and_mask(self.controls, logits, slots, needs)
         penalized = [row for row, need in enumerate(needs) if need.penalized]
         if penalized:
             index = self._index(penalized) if len(penalized) < num_rows else None  # None: all rows
@@ -79,19 +79,9 @@ class ReferenceSampler:
         self.controls.advance(slots, slot_list)
 
         sampled = Sampled(torch.where(finite, at(self.ids, columns), END), finite)
-        return self._with_logprobs(sampled, biased, columns, needs) if any(n.logprobs is not None for n in needs) else sampled
-
-    def _bias_and_mask(self, logits: Tensor, slots: Tensor, needs: list[Needs]) -> Tensor:
-        """Return the logits [B, U] with bias and masked end token; the same tensor when no row has either."""
-        controls = self.controls
-        if any(need.biased for need in needs):
-            columns, values = at(controls.bias_columns, slots), at(controls.bias_values, slots)  # [B, K]
-            logits = logits.to(torch.float32, copy=True).scatter_add_(1, columns, values)
-        if any(need.end_masked for need in needs):
-            masked = at(controls.step, slots) < at(controls.first_end, slots)  # [B]
-            end = torch.where(masked, -torch.inf, logits[:, 0])  # the end token is id 0 and ids ascend: column 0
-            logits = torch.cat((end[:, None], logits[:, 1:]), 1)
-        return logits
+        return (
+            with_logprobs(self.ids, sampled, biased, columns, needs) if any(n.logprobs is not None for n in needs) else sampled
+        )
 
     def _add_hits(self, penalties: Tensor, columns: Tensor, slots: Tensor) -> None:
         """Move penalties [R, U] of the slots [R] on by one step: decay, then the hit of the sampled columns [R]."""
@@ -194,22 +184,47 @@ class ReferenceSampler:
         counter = torch.stack((step, purpose, at(self.controls.choice, slots), block)) & MASK
         return philox(counter, key)
 
-    def _with_logprobs(self, sampled: Sampled, logits: Tensor, columns: Tensor, needs: list[Needs]) -> Sampled:
-        rows = [row for row, need in enumerate(needs) if need.logprobs is not None]
-        num_top = min(max(needs[row].logprobs for row in rows), len(self.ids))
-        index = self._index(rows)
-        values = at(logits, index).float().log_softmax(-1)  # [R, U]
-        chosen = values.gather(1, at(columns, index)[:, None])[:, 0]
-        top_columns = best_columns(values, num_top)
-
-        num_rows = len(needs)
-        logprobs = chosen.new_full((num_rows,), torch.nan).index_copy_(0, index, chosen)
-        top_logprobs = chosen.new_full((num_rows, num_top), torch.nan).index_copy_(0, index, values.gather(1, top_columns))
-        top_ids = columns.new_full((num_rows, num_top), -1).index_copy_(0, index, self.ids[top_columns])
-        return sampled._replace(logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs)
-
     def _index(self, rows: list[int]) -> Tensor:
         return torch.tensor(rows).to(self.ids.device, non_blocking=True)
+
+
+def bias_and_mask(controls: Controls, logits: Tensor, slots: Tensor, needs: list[Needs]) -> Tensor:
+    """Return the logits [B, U] with bias and masked end token; the same tensor when no row has either."""
+    if any(need.biased for need in needs):
+        columns, values = at(controls.bias_columns, slots), at(controls.bias_values, slots)  # [B, K]
+        logits = logits.to(torch.float32, copy=True).scatter_add_(1, columns, values)
+    if any(need.end_masked for need in needs):
+        masked = at(controls.step, slots) < at(controls.first_end, slots)  # [B]
+        end = torch.where(masked, -torch.inf, logits[:, 0])  # the end token is id 0 and ids ascend: column 0
+        logits = torch.cat((end[:, None], logits[:, 1:]), 1)
+    return logits
+
+
+def with_logprobs(ids: Tensor, sampled: Sampled, logits: Tensor, columns: Tensor, needs: list[Needs]) -> Sampled:
+    """Add the log-probabilities that rows asked for; `logits` [B, U] hold bias and masked end token already."""
+    rows = [row for row, need in enumerate(needs) if need.logprobs is not None]
+    num_top = min(max(needs[row].logprobs for row in rows), len(ids))
+    index = torch.tensor(rows).to(ids.device, non_blocking=True)
+    values = at(logits, index).float().log_softmax(-1)  # [R, U]
+    chosen = values.gather(1, at(columns, index)[:, None])[:, 0]
+    top_columns = best_columns(values, num_top)
+
+    num_rows = len(needs)
+    logprobs = chosen.new_full((num_rows,), torch.nan).index_copy_(0, index, chosen)
+    top_logprobs = chosen.new_full((num_rows, num_top), torch.nan).index_copy_(0, index, values.gather(1, top_columns))
+    top_ids = columns.new_full((num_rows, num_top), -1).index_copy_(0, index, ids[top_columns])
+    return sampled._replace(logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs)
+
+
+def report_logprobs(
+    controls: Controls, ids: Tensor, sampled: Sampled, logits: Tensor, slots: Tensor, needs: list[Needs]
+) -> Sampled:
+    """Add the log-probabilities that rows asked for, after another sampler has sampled and counted its step."""
+    before = controls.step.clone()
+    controls.step.index_add_(0, slots, torch.full_like(slots, -1))
+    biased = bias_and_mask(controls, logits, slots, needs)
+    controls.step.copy_(before)
+    return with_logprobs(ids, sampled, biased, torch.searchsorted(ids, sampled.ids), needs)
 
 
 def draw_plain(q: Tensor, u: Tensor) -> Tensor:

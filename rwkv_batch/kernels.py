@@ -1,0 +1,187 @@
+"""Builds the CUDA or HIP sources into one shared library on first use, and loads it.
+
+Plain sources with a C ABI: no torch headers, so nvcc or hipcc compiles them in seconds, also on a machine without a GPU. The
+library is cached under a hash of sources, flags and compiler; two processes that start together build once.
+
+    python -m rwkv_batch.kernels cuda sm_80 sm_90a sm_120     compile for these architectures, to check the sources
+    python -m rwkv_batch.kernels hip gfx90a gfx1030
+"""
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rwkv_batch.errors import RwkvBatchError
+
+log = logging.getLogger("rwkv_batch.engine")
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE_VARIABLE = "RWKV_BATCH_KERNEL_CACHE"  # folder of built libraries; default: rwkv_batch in the user's cache folder
+INSTALL_CUDA = "install the CUDA toolkit, or: pip install -r requirements-cuda.txt"
+
+
+class KernelError(RwkvBatchError):
+    """Kernels cannot be built or loaded; the message says what is missing and what to do."""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """One compiler and how it is called. `suffix` of its sources, `folder` where they are."""
+
+    name: str
+    compiler: str
+    folder: Path
+    suffix: str
+    flags: tuple[str, ...]
+
+    @classmethod
+    def cuda(cls) -> "Toolchain":
+        """nvcc from PATH, CUDA_HOME or pip's nvidia-cuda-nvcc; KernelError when there is none."""
+        return cls("cuda", find_nvcc(), ROOT / "cuda", ".cu", ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden"))
+
+    @classmethod
+    def hip(cls) -> "Toolchain":
+        """hipcc from PATH or ROCM_PATH; KernelError when there is none."""
+        compiler = shutil.which("hipcc") or _existing(Path(os.environ.get("ROCM_PATH", "/opt/rocm")) / "bin" / "hipcc")
+        if compiler is None:
+            raise KernelError("no hipcc found on PATH or in ROCM_PATH: install ROCm's compiler (Debian: apt install hipcc)")
+        return cls("hip", compiler, ROOT / "hip", ".hip", ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden"))
+
+    def arch_flags(self, arch: str) -> tuple[str, ...]:
+        """Flags for one architecture, such as sm_90a or gfx90a."""
+        if self.name == "hip":
+            return (f"--offload-arch={arch}",)
+        return (f"-gencode=arch={arch.replace('sm_', 'compute_')},code={arch}",)
+
+    def sources(self) -> list[Path]:
+        """The files to compile."""
+        return sorted(self.folder.glob(f"*{self.suffix}"))
+
+    def digest(self, arch: str) -> str:
+        """Hash of everything the library depends on."""
+        digest = hashlib.sha256()
+        version = subprocess.run([self.compiler, "--version"], capture_output=True, text=True, env=_environment(self))
+        for part in (self.name, arch, *self.flags, version.stdout):
+            digest.update(part.encode() + b"\0")
+        for file in sorted([*(ROOT / "cuda").iterdir(), *(ROOT / "hip").iterdir()]):
+            if file.is_file():
+                digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        return digest.hexdigest()[:16]
+
+
+def find_nvcc() -> str:
+    """Return nvcc's path; KernelError, saying where was looked, when there is none."""
+    homes = [Path(os.environ[name]) / "bin" / "nvcc" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    site = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    packaged = sorted(site.glob("*/bin/nvcc"), reverse=True)
+    for candidate in [*homes, shutil.which("nvcc"), Path("/usr/local/cuda/bin/nvcc"), *packaged]:
+        if candidate and (found := _existing(Path(candidate))):
+            return found
+    raise KernelError(f"no nvcc found on PATH, in CUDA_HOME or among the pip packages: {INSTALL_CUDA}")
+
+
+def arch_of_device(index: int) -> str:
+    """Return the architecture to build for on GPU `index`."""
+    import torch
+
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}" + ("a" if major == 9 else "")  # wgmma needs the "a" on Hopper
+
+
+@functools.cache
+def library(index: int = 0) -> ctypes.CDLL:
+    """Return the library for GPU `index`, building it if it is not cached; KernelError when that fails."""
+    import torch
+
+    toolchain = Toolchain.hip() if torch.version.hip else Toolchain.cuda()
+    return ctypes.CDLL(str(build(toolchain, arch_of_device(index))))
+
+
+def build(toolchain: Toolchain, arch: str, cache: Path | None = None) -> Path:
+    """Return the built library, from the cache where it is there. Locks the cache against other processes meanwhile."""
+    cache = cache or cache_folder()
+    target = cache / f"{toolchain.name}-{arch}-{toolchain.digest(arch)}.so"
+    if target.exists():
+        return target
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            started = time.monotonic()
+            log.info("building the %s kernels for %s with %s, once (about a minute)", toolchain.name, arch, toolchain.compiler)
+            with tempfile.TemporaryDirectory(dir=cache) as folder:
+                built = _ninja(toolchain, arch, Path(folder))
+                os.replace(built, target)
+            log.info("built in %.0f s: %s", time.monotonic() - started, target)
+    return target
+
+
+def cache_folder() -> Path:
+    """Where built libraries are kept."""
+    if CACHE_VARIABLE in os.environ:
+        return Path(os.environ[CACHE_VARIABLE])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rwkv_batch"
+
+
+def _ninja(toolchain: Toolchain, arch: str, folder: Path) -> Path:
+    """Compile all sources side by side and link them."""
+    ninja = shutil.which("ninja") or _existing(Path(sys.executable).parent / "ninja")
+    if ninja is None:
+        raise KernelError("no ninja found: pip install ninja")
+    flags = " ".join([*toolchain.flags, *toolchain.arch_flags(arch)])
+    objects = [f"{source.stem}.o" for source in toolchain.sources()]
+    language = "-x hip " if toolchain.name == "hip" else ""
+    lines = [
+        f"rule compile\n  command = {toolchain.compiler} {flags} {language}-c $in -o $out",
+        f"rule link\n  command = {toolchain.compiler} {flags} -shared $in -o $out",
+        *(f"build {o}: compile {source}" for o, source in zip(objects, toolchain.sources(), strict=True)),
+        f"build kernels.so: link {' '.join(objects)}\n",
+    ]
+    (folder / "build.ninja").write_text("\n".join(lines))
+    result = subprocess.run([ninja, "-C", folder], capture_output=True, text=True, env=_environment(toolchain))
+    if result.returncode:
+        raise KernelError(f"the {toolchain.name} kernels do not compile for {arch}:\n{result.stdout[-4000:]}")
+    return folder / "kernels.so"
+
+
+def _environment(toolchain: Toolchain) -> dict[str, str]:
+    return {**os.environ, "HIP_PLATFORM": "amd"} if toolchain.name == "hip" else dict(os.environ)
+
+
+def _existing(path: Path) -> str | None:
+    return str(path) if path.exists() else None
+
+
+def main(arguments: list[str]) -> int:
+    """Compile for the named architectures into a folder that is thrown away."""
+    if len(arguments) < 2 or arguments[0] not in ("cuda", "hip"):
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        toolchain = Toolchain.cuda() if arguments[0] == "cuda" else Toolchain.hip()
+        for arch in arguments[1:]:
+            started = time.monotonic()
+            with tempfile.TemporaryDirectory() as folder:
+                size = _ninja(toolchain, arch, Path(folder)).stat().st_size
+            print(f"{arch}: {len(toolchain.sources())} sources, {size / 1024:.0f} KiB, {time.monotonic() - started:.1f} s")
+    except KernelError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,195 @@
+"""The sampler on a GPU: one kernel for all rules, `cuda/sampling.cu` and `hip/sampling.hip`.
+
+Obeys `reference.py`, which describes the rules; that the results agree is checked by `check`. Everything it reads and writes
+stays at its place on the device, so a CUDA graph that captured `sample` replays it with the controls of the moment.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sampling.base import Controls, Sampled
+from sampling.params import SamplingParams
+from sampling.reference import report_logprobs
+
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+WAYS = {"greedy": 0, "plain": 1, "joint": 2, "sequential": 3}  # and 4 gumbel, 5 noise
+MAX_BIAS = 300  # pairs a row; what the OpenAI surface allows
+TENSORS = ("temperature", "top_k", "top_p", "alpha_presence", "alpha_frequency", "alpha_decay", "noise", "penalized")
+POINTER = ctypes.c_void_p
+
+
+class SampleArgs(ctypes.Structure):
+    """`SampleArgs` of cuda/sampling.cu."""
+
+    _fields_ = (
+        ("logits", POINTER),
+        ("stride", ctypes.c_int64),
+        ("type", ctypes.c_int32),
+        ("num_rows", ctypes.c_int32),
+        ("num_columns", ctypes.c_int32),
+        ("num_bias", ctypes.c_int32),
+        ("slots", POINTER),
+        ("ids", POINTER),
+        ("first_id", ctypes.c_int64),
+        ("allowed", POINTER),
+        ("way", POINTER),
+        *((name, POINTER) for name in TENSORS),
+        ("seed", POINTER),
+        ("choice", POINTER),
+        ("step", POINTER),
+        ("first_end", POINTER),
+        ("bias_columns", POINTER),
+        ("bias_values", POINTER),
+        ("biased", POINTER),
+        ("penalties", POINTER),
+        ("pending_column", POINTER),
+        ("pending_penalty", POINTER),
+        ("out_ids", POINTER),
+        ("out_finite", POINTER),
+        ("last_ids", POINTER),
+        ("out_boundary", POINTER),
+    )
+
+
+class RapidSampler:
+    """The `Sampler` of `base.py` as a kernel.
+
+    Args:
+        num_slots: S
+        ids: [U] int64, strictly increasing; column j of the logits is token ids[j]
+        device: a CUDA or ROCm device
+        library: the built kernels, see `rwkv_batch.kernels.library`
+        allowed: [U] bool, columns that may be sampled; None = all
+        last_ids: [S] int64 on the device, written beside the result: a step's input; or None
+
+    `controls.penalties` holds each slot's penalties as of the step before without the token sampled there; that token and what
+    it adds are `pending_column` and `pending_penalty`, applied by the next step in the pass that reads the penalties anyway.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        ids: Tensor,
+        device: torch.device | str,
+        library: ctypes.CDLL,
+        *,
+        allowed: Tensor | None = None,
+        last_ids: Tensor | None = None,
+    ):
+        self.controls = Controls(num_slots, ids, device)
+        self.ids = ids.to(device)
+        self.device = self.controls.device
+        self._sample = library.rwkv_sample
+        self._sample.argtypes = (ctypes.POINTER(SampleArgs), POINTER)
+        self._sample.restype = ctypes.c_int
+        num_columns = len(ids)
+        first = int(ids[0])
+        self._first_id = first if int(ids[-1]) - first + 1 == num_columns else None
+        self._allowed = None if allowed is None else pack_bits(allowed).to(device)
+        self._last_ids = last_ids
+        self._way = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self._biased = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self._pending_column = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
+        self._pending_penalty = torch.zeros(num_slots, dtype=torch.float32, device=device)
+        self.boundary: Tensor | None = None  # [B, 3] set by tests to see what the filters found
+        # At their places from the start, so that no graph is ever stale.
+        self.controls.penalties = torch.zeros(num_slots, num_columns, dtype=torch.float32, device=device)
+        self.controls.bias_columns = torch.zeros(num_slots, MAX_BIAS, dtype=torch.int64, device=device)
+        self.controls.bias_values = torch.zeros(num_slots, MAX_BIAS, dtype=torch.float32, device=device)
+
+    def start_many(self, slots: Sequence[int], params: Sequence[SamplingParams], choices: Sequence[int]) -> None:
+        """See `Controls.start_many`."""
+        self.controls.start_many(slots, params, choices)
+        needs = [self.controls.needs[slot] for slot in slots]
+        ways = [WAYS.get(need.way) or (0 if need.way == "greedy" else 4 + (p.rule == "noise"))
+                for need, p in zip(needs, params, strict=True)]  # fmt: skip
+        index = torch.tensor(slots).to(self.device, non_blocking=True)
+        for target, values in ((self._way, ways), (self._biased, [need.biased for need in needs])):
+            target.index_copy_(0, index, torch.tensor(values, dtype=target.dtype).to(self.device, non_blocking=True))
+        self._pending_column.index_fill_(0, index, -1)
+
+    def sample(self, logits: Tensor, slots: Tensor, slot_list: Sequence[int] | None = None) -> Sampled:
+        """Sample one token for each row of `logits` [B, U]; slot -1 = padding, whose row is left alone.
+
+        Without `slot_list` no log-probabilities are reported: that is what a captured graph does.
+        """
+        sampled = self.launch(logits, slots)
+        if slot_list is None:
+            return sampled
+        needs = [self.controls.needs[slot] for slot in slot_list]
+        for slot in slot_list:
+            self.controls.host_step[slot] += 1
+        if all(need.logprobs is None for need in needs):
+            return sampled
+        return report_logprobs(self.controls, self.ids, sampled, logits, slots, needs)
+
+    def launch(self, logits: Tensor, slots: Tensor) -> Sampled:
+        """Start the kernel on torch's current stream; nothing is waited for."""
+        num_rows, num_columns = len(slots), len(self.ids)
+        self._check(logits, slots)
+        ids = torch.empty(num_rows, dtype=torch.int64, device=self.device)
+        finite = torch.empty(num_rows, dtype=torch.bool, device=self.device)
+        controls = self.controls
+        args = SampleArgs(
+            logits=logits.data_ptr(),
+            stride=logits.stride(0),
+            type=TYPES[logits.dtype],
+            num_rows=num_rows,
+            num_columns=num_columns,
+            num_bias=controls.bias_columns.shape[1],
+            slots=slots.data_ptr(),
+            ids=None if self._first_id is not None else self.ids.data_ptr(),
+            first_id=self._first_id or 0,
+            allowed=_pointer(self._allowed),
+            way=self._way.data_ptr(),
+            **{name: getattr(controls, name).data_ptr() for name in TENSORS},
+            seed=controls.seed.data_ptr(),
+            choice=controls.choice.data_ptr(),
+            step=controls.step.data_ptr(),
+            first_end=controls.first_end.data_ptr(),
+            bias_columns=controls.bias_columns.data_ptr(),
+            bias_values=controls.bias_values.data_ptr(),
+            biased=self._biased.data_ptr(),
+            penalties=controls.penalties.data_ptr(),
+            pending_column=self._pending_column.data_ptr(),
+            pending_penalty=self._pending_penalty.data_ptr(),
+            out_ids=ids.data_ptr(),
+            out_finite=finite.data_ptr(),
+            last_ids=_pointer(self._last_ids),
+            out_boundary=_pointer(self.boundary),
+        )
+        error = self._sample(ctypes.byref(args), torch.cuda.current_stream(self.device).cuda_stream)
+        if error:
+            raise RuntimeError(f"rwkv_sample failed with CUDA error {error}")
+        return Sampled(ids, finite)
+
+    def penalties(self, slots: Sequence[int]) -> Tensor:
+        """Return the penalties that the next step subtracts [len(slots), U]."""
+        index = torch.tensor(slots, device=self.device)
+        penalties = self.controls.penalties[index] * self.controls.alpha_decay[index, None]
+        for i, slot in enumerate(slots):
+            if (column := int(self._pending_column[slot])) >= 0:
+                penalties[i, column] += self._pending_penalty[slot]
+        return penalties
+
+    def _check(self, logits: Tensor, slots: Tensor) -> None:
+        expected = (len(slots), len(self.ids))
+        if logits.device != self.device or logits.dtype not in TYPES:
+            raise ValueError(f"logits: expected fp32, fp16 or bf16 on {self.device}, got {logits.dtype} on {logits.device}")
+        if logits.shape != expected or logits.stride(1) != 1:
+            raise ValueError(f"logits: expected {list(expected)} with adjacent columns, got {list(logits.shape)}")
+        if slots.device != self.device or slots.dtype != torch.int64 or not slots.is_contiguous():
+            raise ValueError(f"slots: expected contiguous int64 on {self.device}, got {slots.dtype} on {slots.device}")
+
+
+def pack_bits(flags: Tensor) -> Tensor:
+    """Pack [U] bool into uint8, eight columns a byte, the first in the lowest bit."""
+    padded = torch.nn.functional.pad(flags.to(torch.uint8), (0, -len(flags) % 8)).view(-1, 8)
+    return (padded << torch.arange(8, dtype=torch.uint8, device=flags.device)).sum(1, dtype=torch.uint8)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
