@@ -23,7 +23,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from rwkv_batch import errors
-from rwkv_batch.errors import EngineFailed, RwkvBatchError, Unavailable
+from rwkv_batch.errors import Conflict, EngineFailed, RwkvBatchError, Unavailable
 from rwkv_batch.request import Failure, Progress, Request
 
 log = logging.getLogger(__name__)
@@ -74,15 +74,30 @@ class Alive(msgspec.Struct, tag="alive", array_like=True, frozen=True):
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
-    """HTTP process: run this."""
+    """HTTP process: run this. `endpoint` is the path that was called."""
 
     request: Request
+    endpoint: str = ""
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
     """HTTP process: nobody wants this any more."""
 
     request_id: str
+
+
+class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
+    """HTTP process: which requests run or wait, of all HTTP processes? With `stop` they are ended.
+
+    question    comes back with the answer
+    request_id  only this request, or all parts of this call
+    endpoint    only requests of this path
+    """
+
+    question: str
+    stop: bool = False
+    request_id: str | None = None
+    endpoint: str | None = None
 
 
 class Status(msgspec.Struct, tag="status", array_like=True, frozen=True):
@@ -99,6 +114,26 @@ class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
     request_id: str
 
 
+class Live(msgspec.Struct, array_like=True):
+    """A request that runs or waits. `created` is epoch seconds, `tokens` counts what was delivered."""
+
+    id: str
+    endpoint: str
+    created: float
+    prompts: int
+    prompt_tokens: int
+    max_tokens: int
+    ended: int = 0
+    tokens: int = 0
+
+
+class Found(msgspec.Struct, tag="found", array_like=True, frozen=True):
+    """Engine: the requests that were asked for, oldest first."""
+
+    question: str
+    requests: list[Live]
+
+
 class Batch(msgspec.Struct, tag="batch", array_like=True, frozen=True):
     """Engine: what one step brought all requests of this HTTP process, and which of them failed."""
 
@@ -110,8 +145,8 @@ class Forgotten(msgspec.Struct, tag="forgotten", array_like=True, frozen=True):
     """Engine: you did not drain, or I do not know you; your tickets are cancelled, say hello again."""
 
 
-ToEngine = Hello | Alive | Submit | Cancel
-ToHttp = Status | Accepted | Batch | Forgotten
+ToEngine = Hello | Alive | Submit | Cancel | Ask
+ToHttp = Status | Accepted | Batch | Found | Forgotten
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
@@ -129,6 +164,21 @@ def error_of(message: Failure) -> RwkvBatchError:
     if not (isinstance(kind, type) and issubclass(kind, RwkvBatchError)):
         kind = EngineFailed
     return kind(message.message, param=message.param, code=message.code, retry_after=message.retry_after)
+
+
+def live_of(message: Submit) -> Live:
+    """What is known of a request when it comes in."""
+    request = message.request
+    prompt_tokens = sum(map(len, request.prompts))
+    return Live(request.id, message.endpoint, time.time(), len(request.prompts), prompt_tokens, request.max_tokens)
+
+
+def matches(question: Ask, live: Live) -> bool:
+    """Whether a request is one of those asked for. The parts of a call have its id, a hyphen and a number."""
+    wanted = question.request_id
+    if wanted is not None and live.id != wanted and not live.id.startswith(wanted + "-"):
+        return False
+    return question.endpoint is None or live.endpoint == question.endpoint
 
 
 class Worker(Protocol):
@@ -196,6 +246,7 @@ class EngineServer:
         self.draining = False
         self.on_beat: Callable[[dict[str, int | float]], None] = lambda stats: None
         self._peers: dict[bytes, float] = {}  # identity -> when it was last heard
+        self._live: dict[str, tuple[bytes, Live]] = {}  # request -> owner and what is known of it
         self._outbox: deque[dict[bytes, list[Event]]] = deque()
         self._bell = Bell()
         self._closing = False
@@ -281,10 +332,16 @@ class EngineServer:
                 self._peers[owner] = time.monotonic()
                 self._handle(owner, message)
 
-    def _handle(self, owner: bytes, message: Alive | Submit | Cancel) -> None:
+    def _handle(self, owner: bytes, message: Alive | Submit | Cancel | Ask) -> None:
         if isinstance(message, Cancel):
+            self._live.pop(message.request_id, None)
             if self.worker is not None:
                 self.worker.cancel(message.request_id)
+        elif isinstance(message, Ask):
+            found = [live for _, live in self._live.values() if matches(message, live)]
+            for live in found if message.stop else ():
+                self._stop(live.id)
+            self._send(owner, Found(message.question, found))
         elif isinstance(message, Submit):
             try:
                 if self.worker is None:
@@ -296,10 +353,30 @@ class EngineServer:
                 log.exception("request %s could not be taken", message.request.id)
                 self._send(owner, Batch([], [failure(message.request.id, EngineFailed("the request could not be started"))]))
             else:
+                self._live[message.request.id] = (owner, live_of(message))
                 self._send(owner, Accepted(message.request.id))
+
+    def _stop(self, request_id: str) -> None:
+        """End a request and tell its owner."""
+        owner, _ = self._live.pop(request_id)
+        self.worker.cancel(request_id)
+        self._send(owner, Batch([], [failure(request_id, Conflict("Request cancelled", code="cancelled"))]))
+
+    def _note(self, item: Event) -> None:
+        """Keep up with what one event says of its request."""
+        _, live = self._live.get(item.request_id, (b"", None))
+        if live is None:
+            return
+        if isinstance(item, Progress):
+            live.tokens += sum(delta.tokens for delta in item.deltas)
+            live.ended += len(item.finishes)
+        if isinstance(item, Failure) or live.ended >= live.prompts:
+            del self._live[item.request_id]
 
     def _send_events(self, events: dict[bytes, list[Event]]) -> None:
         for owner, items in events.items():
+            for item in items:
+                self._note(item)
             if owner in self._peers:
                 progress = [item for item in items if isinstance(item, Progress)]
                 self._send(owner, Batch(progress, [item for item in items if isinstance(item, Failure)]))
@@ -313,6 +390,7 @@ class EngineServer:
 
     def _give_up(self, owner: bytes, reason: str) -> None:
         if self._peers.pop(owner, None) is not None:
+            self._live = {key: value for key, value in self._live.items() if value[0] != owner}
             log.warning("an HTTP process %s: its requests are cancelled", reason)
             if self.worker is not None:
                 self.worker.cancel_owner(owner)
@@ -451,6 +529,8 @@ class EngineClient:
         self.tickets: dict[str, Ticket] = {}  # touched by the client's thread only; others may look
         self._outbox: deque[tuple[Ticket | None, bytes]] = deque()
         self._cancelled: deque[Ticket] = deque()
+        self._asked: deque[tuple[Ask, Callable[[list[Live]], None]]] = deque()
+        self._questions: dict[str, Callable[[list[Live]], None]] = {}
         self._bell = Bell()
         self._closing = False
         self._context = zmq.Context()
@@ -486,14 +566,20 @@ class EngineClient:
         translate: Callable[[Event], Any] | None = None,
         settled: Callable[[], None] | None = None,
         ended: Callable[[], None] | None = None,
+        endpoint: str = "",
     ) -> Ticket:
         """Send a request. Any thread. Raises Unavailable; a refusal by the engine comes as Failure in the ticket's queue."""
         self.check()
         ticket = Ticket(self, request, translate)
         ticket.settled, ticket.ended = settled, ended
-        self._outbox.append((ticket, encode(Submit(request))))
+        self._outbox.append((ticket, encode(Submit(request, endpoint))))
         self._bell.ring()
         return ticket
+
+    def ask(self, question: Ask, answer: Callable[[list[Live]], None]) -> None:
+        """Ask about requests; `answer` is called in the client's thread, never when the engine is lost. Any thread."""
+        self._asked.append((question, answer))
+        self._bell.ring()
 
     def fail_all(self, error: RwkvBatchError) -> None:
         """End all open tickets with an error. Any thread."""
@@ -554,6 +640,7 @@ class EngineClient:
         if not self._closing:
             log.warning("the engine is lost: %s", lost)
         self.phase, self.stats = "lost", {}
+        self._questions.clear()
         self._fail(Unavailable("the engine was lost while it worked on this request", code="engine_lost", retry_after=2.0))
 
     def _send_out(self, dealer: zmq.Socket) -> None:
@@ -567,6 +654,11 @@ class EngineClient:
                 dealer.send(payload, zmq.NOBLOCK)
             except zmq.Again:
                 self._feed([failure(ticket.request_id, Unavailable("the engine does not keep up", code="engine_busy"))])
+        while self._asked:
+            question, answer = self._asked.popleft()
+            self._questions[question.question] = answer
+            with contextlib.suppress(zmq.Again):  # whoever asked does not wait forever
+                dealer.send(encode(question), zmq.NOBLOCK)
         while self._cancelled:
             ticket = self._cancelled.popleft()
             if self.tickets.pop(ticket.request_id, None) is not None:
@@ -586,6 +678,10 @@ class EngineClient:
             if isinstance(message, Batch):
                 self._feed(message.progress)
                 self._feed(message.failures)
+            elif isinstance(message, Found):
+                answer = self._questions.pop(message.question, None)
+                if answer is not None:
+                    answer(message.requests)
             elif isinstance(message, Accepted):
                 ticket = self.tickets.get(message.request_id)
                 if ticket is not None:

@@ -62,9 +62,16 @@ class Config:
     max_prompts: int = setting(4096, "limits", "prompts in one request", low=1, high=1_048_576)
     max_prompt_tokens: int = setting(1_048_576, "limits", "tokens of one prompt", low=1, high=2**31 - 1)
     max_tokens_limit: int = setting(1_048_576, "limits", "largest max_tokens a request may ask for", low=1, high=2**31 - 1)
+    max_placeholders: int = setting(256, "limits", "placeholder texts in one translation request", low=0, high=4096)
     max_stops: int = setting(64, "limits", "stop entries in one request", low=0, high=4096)
     max_stop_bytes: int = setting(256, "limits", "length of one stop text, bytes", low=1, high=65536)
     queue: int = setting(512, "limits", "requests that may wait; one more is answered 429", low=1, high=1_048_576)
+    translate_ratio: float = setting(
+        3.0, "limits", "tokens of a translation for each token of its text, at most", low=0.5, high=100
+    )
+    translate_memory_mib: int = setting(
+        16, "limits", "translated sentences that one HTTP process remembers, MiB; 0 = none", low=0, high=65536
+    )
     max_streams: int = setting(480, "limits", "answers in progress in one HTTP process; one more gets 429", low=1, high=480)
     stream_buffer_mib: int = setting(16, "limits", "unread text after which a slow reader is cut off, MiB", low=1, high=4096)
     stream_stall_seconds: float = setting(

@@ -29,6 +29,17 @@ class InvalidRequest(RwkvBatchError):
     status, kind = 400, "invalid_request_error"
 
 
+class BatchTooLarge(InvalidRequest):
+    """More prompts than one request may have; `size` came, `limit` are allowed (numbers of prompts)."""
+
+    code = "batch_too_large"
+
+    def __init__(self, size: int, limit: int, *, param: str | None = None):
+        super().__init__(f"bsz overflow, Max bsz={limit}", param=param)
+        self.size = size
+        self.limit = limit
+
+
 class Unauthorized(RwkvBatchError):
     """The password is missing or wrong."""
 

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import SHAPES, TINY, random_tensors, random_weights
+from models import SHAPES, TINY, random_tensors, random_weights
 from oracle import Oracle
 
 from rwkv_batch import weights as weights_module

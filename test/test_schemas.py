@@ -43,7 +43,7 @@ def test_defaults_are_those_of_the_newest_reference():
     )
     assert read('{"contents": ["ab"], "stream": true}').chunk_size == 4
     body = validate(ContentsBody, {})
-    assert (body.model, body.stream, body.pad_zero, body.enable_think, body.chunk_size) == ("rwkv7", False, True, False, 4)
+    assert (body.model, body.stream, body.pad_zero, body.enable_think, body.chunk_size) == ("rwkv7", False, False, False, 4)
 
 
 def test_null_is_the_default_everywhere():

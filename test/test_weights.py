@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 import torch
-from conftest import ROOT, SHAPES, TINY, random_tensors
+from models import ROOT, SHAPES, TINY, random_tensors
 from safetensors.torch import save_file
 
 from rwkv_batch import weights

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from conftest import TINY, random_weights
+from models import TINY, random_weights
 from test_model import greedy, run
 
 from rwkv_batch import tokenizer as tokenizers

@@ -1,0 +1,89 @@
+"""What surrounds the model when texts are translated: paragraphs, placeholders, remembered sentences. Plain Python."""
+
+import re
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Sequence
+
+MANY_FACTOR = 2  # tokens that a language in a script of many tokens takes beside one in another
+MIN_TOKENS = 32  # every translation may have so many
+STEP_TOKENS = 64  # limits are rounded up to a multiple, so that few different ones are in use
+ENTRY_BYTES = 400  # a remembered sentence beside its texts
+
+_WHITESPACE = re.compile(r"\s+")
+_NUMBERED = r"\{\{?\d{1,6}\}?\}|</?[A-Za-z]{1,16}\d{1,6}\s?/?>"
+
+
+def split_paragraphs(text: str) -> list[str]:
+    """Cut a text at its blank lines; paragraphs and gaps alternate, a paragraph, maybe empty, at both ends.
+
+    Joined they are the text again. Gaps also take the whitespace at the text's ends.
+    """
+    parts, begin = [], 0
+    for gap in _WHITESPACE.finditer(text):
+        if gap.start() == 0 or gap.end() == len(text) or gap[0].count("\n") > 1:
+            parts += [text[begin : gap.start()], gap[0]]
+            begin = gap.end()
+    return [*parts, text[begin:]]
+
+
+class Placeholders:
+    """Finds what has to come back unchanged: `{0}`, `<b0>`, `</b0>` and the texts given.
+
+    A single character is no placeholder but a mark of the caller's settings; it is ignored.
+    """
+
+    def __init__(self, texts: Sequence[str] = ()):
+        self.key = tuple(sorted({text for text in texts if len(text.strip()) > 1}, key=len, reverse=True))
+        self._pattern = re.compile("|".join([*map(re.escape, self.key), _NUMBERED]))
+
+    def found(self, text: str) -> Counter[str]:
+        """How often each occurs."""
+        return Counter(self._pattern.findall(text))
+
+    def cut(self, text: str) -> list[str]:
+        """Text and placeholders in turn, text, maybe empty, at both ends."""
+        parts, begin = [], 0
+        for match in self._pattern.finditer(text):
+            parts += [text[begin : match.start()], match[0]]
+            begin = match.end()
+        return [*parts, text[begin:]]
+
+    def without(self, text: str) -> str:
+        """The text between them."""
+        return self._pattern.sub(" ", text)
+
+
+def token_limit(num_tokens: int, ratio: float, *, many: bool) -> int:
+    """How many tokens the translation of `num_tokens` may have; `many` for a language that takes many of them."""
+    limit = num_tokens * ratio * (MANY_FACTOR if many else 1) + MIN_TOKENS
+    return -int(-limit // STEP_TOKENS) * STEP_TOKENS
+
+
+class Memory:
+    """The translations used last, as many as fit into `max_bytes`. Not for several threads."""
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._texts: OrderedDict[Hashable, tuple[str, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def get(self, key: Hashable) -> str | None:
+        """Return what was kept, None if nothing was."""
+        if key not in self._texts:
+            return None
+        self._texts.move_to_end(key)
+        return self._texts[key][0]
+
+    def put(self, key: tuple, text: str) -> None:
+        """Keep a translation; the longest unused ones go."""
+        size = ENTRY_BYTES + sys.getsizeof(text) + sum(sys.getsizeof(part) for part in key)
+        if key in self._texts:
+            self.num_bytes -= self._texts.pop(key)[1]
+        self._texts[key] = (text, size)
+        self.num_bytes += size
+        while self.num_bytes > self.max_bytes:
+            self.num_bytes -= self._texts.popitem(last=False)[1][1]

@@ -1,0 +1,89 @@
+"""Paragraphs, placeholders and the memory of translated sentences."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rwkv_batch.translation import Memory, Placeholders, split_paragraphs, token_limit
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a", ["a"]),
+        ("", [""]),
+        ("  a\n", ["", "  ", "a", "\n", ""]),
+        ("a b\nc\n\nd", ["a b\nc", "\n\n", "d"]),
+        ("a \r\n \t\r\n b", ["a", " \r\n \t\r\n ", "b"]),
+        (" \n\n ", ["", " \n\n ", ""]),
+    ],
+)
+def test_paragraphs_are_cut_at_blank_lines(text, parts):
+    assert split_paragraphs(text) == parts
+
+
+@given(st.text(alphabet="ab\n\r \t\u3000{0}", max_size=60))
+def test_parts_joined_are_the_text(text):
+    parts = split_paragraphs(text)
+    assert "".join(parts) == text
+    assert len(parts) % 2 == 1
+    assert all(part == part.strip() and "\n\n" not in part for part in parts[::2])
+    assert all(not gap.strip() for gap in parts[1::2])
+
+
+def test_placeholders():
+    """Contract 1.8: {0}, <b0>…</b0>, and those listed."""
+    placeholders = Placeholders(["%s", "__NAME__", "{", "b"])
+    text = "Dear __NAME__, <b0>%s</b0> of {0} and {12}{0}; a < b > {name} <b>"
+    assert placeholders.found(text) == {"__NAME__": 1, "<b0>": 1, "%s": 1, "</b0>": 1, "{0}": 2, "{12}": 1}
+    parts = placeholders.cut(text)
+    assert "".join(parts) == text
+    assert parts[1::2] == ["__NAME__", "<b0>", "%s", "</b0>", "{0}", "{12}", "{0}"]
+    assert placeholders.without("{0}<b1>5</b1>").strip() == "5"
+    assert Placeholders().found("{0} __NAME__") == {"{0}": 1}
+
+
+def test_marks_of_the_extensions_settings_are_no_placeholders():
+    assert not Placeholders(["{", "}", "b"]).found("a big {book}")
+
+
+def test_the_longest_placeholder_counts():
+    assert Placeholders(["<x>", "<x><y>"]).found("<x><y>") == {"<x><y>": 1}
+
+
+@pytest.mark.parametrize(
+    ("num", "ratio", "many", "limit"), [(1, 3, False, 64), (10, 3, False, 64), (20, 3, False, 128), (100, 3, True, 640)]
+)
+def test_limits_grow_with_the_text(num, ratio, many, limit):
+    assert token_limit(num, ratio, many=many) == limit
+
+
+def test_the_memory_is_bounded_and_forgets_what_was_not_used():
+    memory = Memory(max_bytes=5000)
+    memory.put(("a", "en", "de"), "A")
+    for number in range(100):
+        memory.get(("a", "en", "de"))
+        memory.put((f"text {number}", "en", "de"), "x" * 100)
+        assert memory.num_bytes <= 5000
+    assert 3 < len(memory) < 12
+    assert memory.get(("a", "en", "de")) == "A"
+    assert memory.get(("text 0", "en", "de")) is None
+    assert memory.get(("text 99", "en", "de")) == "x" * 100
+    memory.put(("text 99", "en", "de"), "y")
+    assert memory.get(("text 99", "en", "de")) == "y"
+
+
+def test_a_memory_of_nothing_remembers_nothing():
+    memory = Memory(0)
+    memory.put(("a",), "b")
+    assert (len(memory), memory.num_bytes) == (0, 0)
+
+
+def test_hostile_texts_take_no_long_time():
+    began = time.perf_counter()
+    for text in (" " * 10**6 + "x", "\n " * 5 * 10**5 + "x", "{" * 10**6, "<" * 10**6, "</a" * 3 * 10**5, "{1" * 5 * 10**5):
+        split_paragraphs(text)
+        Placeholders(["%s", "{{{"]).found(text)
+    assert time.perf_counter() - began < 5
