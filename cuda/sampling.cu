@@ -61,7 +61,7 @@ struct SampleArgs {
 
 // A float's bits in an order that unsigned comparison understands.
 __device__ __forceinline__ uint32_t key_of(float x) {
-    const uint32_t bits = __float_as_uint(x);
+    const uint32_t bits = __float_as_uint(x + 0.f);  // -0 is 0
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 __device__ __forceinline__ float value_of(uint32_t key) {

@@ -81,7 +81,7 @@ class RapidSampler:
     ):
         self.controls = Controls(num_slots, ids, device)
         self.ids = ids.to(device)
-        self.device = self.controls.device
+        self.device = self.controls.temperature.device  # with its index
         self._sample = library.rwkv_sample
         self._sample.argtypes = (ctypes.POINTER(SampleArgs), POINTER)
         self._sample.restype = ctypes.c_int
