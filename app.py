@@ -261,6 +261,8 @@ def announce(config: Config, info: "EngineInfo") -> None:
     header = ' -H "Authorization: Bearer $PASSWORD"' if config.password else ""
     say(f"rwkv_batch {__version__}")
     say(f"  model    {config.served_model_name or info.model}{size}")
+    if config.is_demo and config.fake_engine is None:
+        say("           a built-in toy that knows its toy world only; for real RWKV-7 weights: --model-path FILE (README)")
     say(f"  device   {info.device}, {info.dtype}, operations: {info.ops}")
     say(f"  batch    {info.slots} sequences at a time, {info.prefill_budget} prompt tokens a step")
     say(

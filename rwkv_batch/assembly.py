@@ -13,7 +13,7 @@ import torch
 
 from rwkv_batch import weights as weights_module
 from rwkv_batch.channel import EngineInfo
-from rwkv_batch.config import Config
+from rwkv_batch.config import Config, find_model
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import CheckpointError, UsageError
 from rwkv_batch.model import Model
@@ -30,19 +30,20 @@ CPU_SLOTS, CPU_PREFILL = 64, 256
 GPU_SLOTS, GPU_PREFILL = 320, 4096
 STATE_SHARE = 4  # automatic slots take at most this fraction (one in four) of the memory left beside the weights
 MIB = 2**20
+ONE_THREAD_BYTES = 200 * MIB  # of weights; for less, threads wait for one another longer than they work
 
 
 def build_worker(config: Config, deliver: Callable[[dict[bytes, list[Progress | Failure]]], None]) -> Worker:
     """Load the model of `config` and return a worker ready to run; CheckpointError or UsageError, one line, if it cannot be."""
     started = time.monotonic()
-    if config.threads:
-        torch.set_num_threads(config.threads)
     device = choose_device(config.device)
     if config.ops not in ("auto", "reference"):
         raise UsageError(f"--ops {config.ops}: this version has the reference ops only", param="ops")
     dtype = DTYPES[config.dtype if config.dtype != "auto" else ("fp32" if device.type == "cpu" else "fp16")]
     tensors, name = read_model(config)
     shape = weights_module.check_tensors(tensors, name)
+    if device.type == "cpu":
+        torch.set_num_threads(config.threads or (1 if shape.count_bytes(dtype) < ONE_THREAD_BYTES else usable_cpus()))
     tokenizer = for_vocab(shape.vocab_size)
     num_slots = plan_memory(shape, dtype, device, config.slots, name)
     weights = weights_module.from_tensors(
@@ -84,11 +85,14 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cpu")
 
 
+def usable_cpus() -> int:
+    """CPUs this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def read_model(config: Config) -> tuple[dict[str, torch.Tensor], str]:
-    """Return the checkpoint's tensors, memory-mapped, and its name."""
-    if config.model_path is None:
-        raise UsageError("--model-path: give the checkpoint to serve, a .pth or .safetensors file", param="model_path")
-    file = weights_module.find_checkpoint(Path(config.model_path))
+    """Return the checkpoint's tensors and its name."""
+    file = find_model(config)
     return weights_module.read_file(file), str(file)
 
 

@@ -19,7 +19,7 @@ from rwkv_batch import __version__
 from rwkv_batch.errors import UsageError
 
 PREFIX = "RWKV_BATCH_"
-MODEL_SUFFIXES = (".pth", ".safetensors", ".st")
+MODEL_SUFFIXES = (".pth", ".safetensors", ".st", ".rwkv")  # the last is the packed demo model's
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo"
 
 
@@ -120,8 +120,15 @@ class Config:
             return self.served_model_name
         if self.fake_engine is not None:
             return "fake"
-        name = Path(self.model_path).name if self.model_path else "demo"
+        if self.is_demo:
+            return "demo"
+        name = Path(self.model_path).name
         return name.removesuffix(next((s for s in MODEL_SUFFIXES if name.endswith(s)), ""))
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether the built-in model is meant."""
+        return self.model_path is None or Path(self.model_path).parent == DEMO_FOLDER
 
     @property
     def loopback(self) -> bool:
@@ -201,10 +208,15 @@ def find_model(config: Config, demo_folder: Path = DEMO_FOLDER) -> Path:
             raise UsageError("no model: give one with --model-path FILE (.pth or .safetensors)", param="model_path")
         return built_in[0]
     path = Path(config.model_path).expanduser()
-    for candidate in (path, *(path.with_name(path.name + suffix) for suffix in MODEL_SUFFIXES)):
+    for candidate in model_files(path):
         if candidate.is_file():
             return candidate
     raise UsageError(f"--model-path: no such file: {config.model_path}", param="model_path")
+
+
+def model_files(path: Path) -> list[Path]:
+    """The files a model's path can mean, given with or without its ending."""
+    return [path, *(path.with_name(path.name + suffix) for suffix in MODEL_SUFFIXES)]
 
 
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:

@@ -123,6 +123,8 @@ USUAL = {"Latin": "en", "Cyrillic": "ru", "Arabic": "ar", "Devanagari": "hi", "H
 IDENTIFIER_CODES = {"jw": "jv", "fil": "tl"}  # where py3langid's code is another; what it does not know it cannot find
 MANY_TOKENS = frozenset(SCRIPTS) - {"Latin", "Han", "Kana", "Hangul", "Cyrillic", "Arabic", "Hebrew"}
 
+LETTER = re.compile(r"[^\W\d_]")
+
 _BY_KEY = (
     {name.lower(): code for code, (name, _) in LANGUAGES.items()}
     | OTHER_CODES
@@ -140,7 +142,7 @@ def find(text: str) -> str | None:
 
 def has_letters(text: str) -> bool:
     """Whether there is anything to translate: numbers, signs and emoji are not."""
-    return any(character.isalpha() for character in text)
+    return LETTER.search(text) is not None
 
 
 def detect(texts: Sequence[str]) -> list[str]:

@@ -125,7 +125,7 @@ class Chunks:
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Layer norm over the last dimension, eps 1e-5: [N, C] -> [N, C]."""
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, 1e-5)
+    return torch.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -186,11 +186,10 @@ def time_mix(
         v = torch.lerp(v, first_value, project(project(x_v, layer.v1), layer.v2, layer.v0).sigmoid_())
     removal = (k * layer.k_k).view(heads)
     removal.div_(torch.linalg.vector_norm(removal, dim=-1, keepdim=True).clamp_min_(1e-12))
-    rate_1 = rate - 1
-    k = torch.addcmul(k, k * rate_1, layer.k_a).view(heads)
+    k = k.mul_(torch.addcmul(layer.keep_k, rate, layer.k_a)).view(heads)
     r, v = r.view(heads), v.view(heads)
     y = wkv(r, log_decay.view(heads), k, v, removal, rate.view(heads), wkv_state, rows)
-    y = F.group_norm(y.view(n, c), heads[1], layer.ln_x_weight, layer.ln_x_bias, GROUP_NORM_EPS)
+    y = torch.group_norm(y.view(n, c), heads[1], layer.ln_x_weight, layer.ln_x_bias, GROUP_NORM_EPS)
     bonus = (r * layer.r_k).mul_(k).sum(-1, keepdim=True)
     return linear(y.view(heads).addcmul_(bonus, v).view(n, c).mul_(gate), layer.output), first_value
 

@@ -5,6 +5,8 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 
+from rwkv_batch.errors import InvalidRequest
+
 MANY_FACTOR = 2  # tokens that a language in a script of many tokens takes beside one in another
 MIN_TOKENS = 32  # every translation may have so many
 STEP_TOKENS = 64  # limits are rounded up to a multiple, so that few different ones are in use
@@ -14,17 +16,28 @@ _WHITESPACE = re.compile(r"\s+")
 _NUMBERED = r"\{\{?\d{1,6}\}?\}|</?[A-Za-z]{1,16}\d{1,6}\s?/?>"
 
 
-def split_paragraphs(text: str) -> list[str]:
+def split_paragraphs(text: str, max_parts: int | None = None) -> list[str]:
     """Cut a text at its blank lines; paragraphs and gaps alternate, a paragraph, maybe empty, at both ends.
 
-    Joined they are the text again. Gaps also take the whitespace at the text's ends.
+    Joined they are the text again. Gaps also take the whitespace at the text's ends. InvalidRequest above `max_parts`.
     """
     parts, begin = [], 0
     for gap in _WHITESPACE.finditer(text):
         if gap.start() == 0 or gap.end() == len(text) or gap[0].count("\n") > 1:
             parts += [text[begin : gap.start()], gap[0]]
             begin = gap.end()
+            if max_parts is not None and len(parts) > max_parts:
+                raise InvalidRequest("text_list: too many paragraphs", param="text_list")
     return [*parts, text[begin:]]
+
+
+def split_all(texts: Sequence[str], max_parts: int) -> list[list[str]]:
+    """Cut several texts that may have `max_parts` parts together. Raises InvalidRequest."""
+    found: list[list[str]] = []
+    for text in texts:
+        found.append(split_paragraphs(text, max_parts))
+        max_parts -= len(found[-1]) - 1
+    return found
 
 
 class Placeholders:

@@ -16,6 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from demo.pack import unpack
+from rwkv_batch.config import model_files
 from rwkv_batch.errors import CheckpointError
 
 HEAD_SIZE = 64
@@ -97,6 +99,7 @@ class Layer:
     v2: torch.Tensor | None
     k_k: torch.Tensor
     k_a: torch.Tensor
+    keep_k: torch.Tensor  # 1 - k_a: what a key keeps however fast its head learns
     r_k: torch.Tensor  # [H, 64]
     receptance: torch.Tensor
     key: torch.Tensor
@@ -144,7 +147,7 @@ class Weights:
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     """Return the file meant by `path`, given with or without its suffix; CheckpointError when there is none."""
     path = Path(path)
-    candidates = [path, *(path.with_name(path.name + suffix) for suffix in (".pth", ".safetensors", ".st"))]
+    candidates = model_files(path)
     for candidate in candidates:
         if candidate.is_file():
             return candidate
@@ -237,6 +240,7 @@ def _take_layer(i: int, take, vector, tensors: dict[str, torch.Tensor], dtype: t
         **low_rank,
         **residual,
         **vectors,
+        keep_k=1 - vectors["k_a"],
         **matrices,
         r_k=take(att + "r_k", torch.float32),
         ln_x_weight=vector(att + "ln_x.weight"),
@@ -248,12 +252,16 @@ def _take_layer(i: int, take, vector, tensors: dict[str, torch.Tensor], dtype: t
 
 
 def read_file(file: Path) -> dict[str, torch.Tensor]:
-    """Return the file's tensors, memory-mapped; nothing in the file is executed. CheckpointError when it is unusable."""
+    """Return the file's tensors, memory-mapped where they lie plain; nothing in it is executed. CheckpointError if unusable."""
     try:
         if file.suffix in (".safetensors", ".st"):
             with safe_open(file, framework="pt") as f:
                 return {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118 (not a dict)
+        if file.suffix == ".rwkv":  # the packed demo model
+            return unpack(file)
         return _read_pth(file)
+    except ValueError as error:
+        raise CheckpointError(_one_line(error)) from None
     except SafetensorError as error:
         raise CheckpointError(f"{file}: not a readable safetensors file ({_one_line(error)})") from None
     except OSError as error:
