@@ -6,13 +6,14 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help serve test test-long lint format bench clean
+.PHONY: help serve test test-long lint format bench kernels hip-check clean
 
 help:
 	@echo "make serve [ARGS='--model-path M.pth --password P']   serve a model"
 	@echo "make test          lint and run the tests that need no GPU (minutes)"
 	@echo "make test-long     run them with their full counts and write test/results/long.txt"
 	@echo "make bench         measure this machine's CPU against the PyPI package rwkv"
+	@echo "make kernels       compile the CUDA sources (needs nvcc); make hip-check: the HIP ones (needs hipcc)"
 	@echo "make lint, format  check or rewrite the style"
 	@echo "PYTHON=python3.12 make ...   with another Python; a torch it already has is used, never replaced"
 
@@ -37,6 +38,12 @@ format: $(VENV)/.ready-test
 
 bench: $(VENV)/.ready-test
 	$(BIN)/python bench/cpu.py $(ARGS)
+
+kernels: $(VENV)/.ready-test
+	$(BIN)/python -m rwkv_batch.kernels cuda sm_80 sm_90a sm_120
+
+hip-check: $(VENV)/.ready-test
+	$(BIN)/python -m rwkv_batch.kernels hip gfx90a gfx1030
 
 clean:
 	rm -rf $(VENV)

@@ -26,6 +26,7 @@ import torch
 from bench.synth_checkpoint import synth
 from rwkv_batch import __version__
 from rwkv_batch import weights as weights_module
+from rwkv_batch.assembly import tune_cpu, usable_cpus
 from rwkv_batch.model import Model
 from rwkv_batch.reference import Rows
 from rwkv_batch.state import State
@@ -104,8 +105,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out")
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    tune_cpu(args.threads or usable_cpus())
     with tempfile.TemporaryDirectory() as folder:
         path = args.model_path
         if path is None:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from rwkv_batch import weights as weights_module
-from rwkv_batch.assembly import valid_ids
+from rwkv_batch.assembly import tune_cpu, usable_cpus, valid_ids
 from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.model import Model
 from rwkv_batch.reference import Rows
@@ -71,8 +71,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    tune_cpu(args.threads or usable_cpus())
     os.environ.update(RWKV_V7_ON="1", RWKV_JIT_ON="1", RWKV_CUDA_ON="0")
     try:
         from rwkv.model import RWKV

@@ -15,6 +15,7 @@ from rwkv_batch.weights import HEAD_SIZE, Layer
 CHUNK = 32  # tokens a chunk; decays of half a chunk stay above e^-9.7, so both factors of a decay ratio fit into fp32
 LOG_DECAY_SCALE = -0.6065306597126334  # -exp(-0.5): log decay = LOG_DECAY_SCALE * sigmoid(.)
 GROUP_NORM_EPS = 64e-5
+BAGS = 4  # parts that the sparse half of the channel mix is summed in
 FEW_ROWS = (3, 16)  # batch sizes, and
 TALL = 16384  # the least height of a matrix, for which `linear` multiplies transposed on a CPU
 
@@ -98,12 +99,14 @@ class Chunks:
     index    [M, CHUNK] int64: chunk m's tokens as positions among the N (padding: 0); ordered by number of the chunk within
              its row, then by row as in `slots`
     padding  [M, CHUNK] bool, None when there is none
+    in_order whether the chunks follow one another as the tokens do, so that nothing need be gathered
     counts   counts[c] rows have a chunk number c
     """
 
     slots: torch.Tensor
     index: torch.Tensor
     padding: torch.Tensor | None
+    in_order: bool
     counts: list[int]
 
     @classmethod
@@ -120,7 +123,8 @@ class Chunks:
         padding = index >= rows._tensor(ends)[:, None]
         padded = any(length % CHUNK for length in rows.lengths if length > 1)
         slots = rows._tensor([rows.slots[b] for b in order])
-        return cls(slots, index.masked_fill_(padding, 0), padding if padded else None, counts)
+        in_order = len(rows.lengths) == 1 and not padded
+        return cls(slots, index.masked_fill_(padding, 0), padding if padded else None, in_order, counts)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -199,10 +203,12 @@ def channel_mix(mixed: torch.Tensor, layer: Layer) -> torch.Tensor:
     hidden = linear(mixed, layer.ffn_key).relu_().square_()
     if hidden.shape[0] == 1 and hidden.dtype == layer.ffn_value.dtype and not hidden.is_cuda:
         # About nine in ten units of a trained model are off: reading only the others' rows saves most of the matrix.
-        # Two bags of indices, since each is summed by one thread.
-        on = hidden[0].nonzero().view(-1)
-        bags = on.new_tensor([0, on.numel() // 2])
-        return F.embedding_bag(on, layer.ffn_value, bags, mode="sum", per_sample_weights=hidden[0, on]).sum(0, keepdim=True)
+        # Several bags of indices, since one thread sums each.
+        hidden = hidden.view(-1)
+        on = hidden.nonzero().view(-1)
+        bags = torch.arange(0, on.numel(), -(-on.numel() // BAGS)) if on.numel() else on.new_zeros(1)
+        strength = hidden.index_select(0, on)
+        return F.embedding_bag(on, layer.ffn_value, bags, mode="sum", per_sample_weights=strength).sum(0, keepdim=True)
     return project(hidden, layer.ffn_value)
 
 
@@ -257,7 +263,7 @@ def _wkv_chunks(r, log_decay, k, v, removal, rate, state, rows: Rows, y: torch.T
     batch = m * heads
 
     def cut(t: torch.Tensor) -> torch.Tensor:  # [N, H, 64] -> [M, H, CHUNK, 64]
-        return t[chunks.index].transpose(1, 2)
+        return (t.view(m, CHUNK, heads, HEAD_SIZE) if chunks.in_order else t[chunks.index]).transpose(1, 2)
 
     def room(*dims: int) -> torch.Tensor:
         return torch.empty(batch, *dims, dtype=torch.float32, device=r.device)
@@ -309,7 +315,9 @@ def _wkv_chunks(r, log_decay, k, v, removal, rate, state, rows: Rows, y: torch.T
         start = end
     state[chunks.slots] = s.view(-1, heads, HEAD_SIZE, HEAD_SIZE).to(state.dtype)
     out = out.view(m, heads, CHUNK, HEAD_SIZE).transpose(1, 2)
-    if chunks.padding is None:
+    if chunks.in_order:
+        y.view(m, CHUNK, heads, HEAD_SIZE).copy_(out)
+    elif chunks.padding is None:
         y[chunks.index] = out
     else:
         y[chunks.index[~chunks.padding]] = out[~chunks.padding]
