@@ -3,7 +3,9 @@
 import time
 
 from routes.reply import Call, Plain, json_reply
+from routes.schemas import Body, validate
 from rwkv_batch import __version__, metrics
+from rwkv_batch.channel import Live
 from rwkv_batch.errors import RwkvBatchError
 
 SHOWN = ("fingerprint", "device", "dtype", "ops", "vocab_size")
@@ -55,6 +57,69 @@ async def stats(call: Call) -> Plain:
             },
         }
     )
+
+
+class StopBody(Body):
+    """Which request to stop; none = all."""
+
+    request_id: str | None = None
+
+
+async def server_status(call: Call) -> Plain:
+    """GET /v1/server/status: the engine, its slots, and the requests of all HTTP processes."""
+    client = call.site.client
+    figures, info = client.stats, client.info
+    slots, free = figures.get("slots", 0), figures.get("slots_free", 0)
+    active = [described(call, live) for live in (await call.site.ask() if client.ready else [])]
+    return json_reply(
+        {
+            "status": client.phase,
+            "api_version": "v1",
+            "engine_version": __version__,
+            "model": {"id": model_name(call), "name": model_name(call)},
+            "capabilities": {"stop": True, "pause": False, "resume": False, "dynamic_loading": False},
+            "prefill_chunk_size": info.prefill_budget if info else 0,
+            "prefill_queue": {
+                "hard_max_bsz": call.config.max_prompts,
+                "dynamic_max_bsz": slots,
+                "reserved_bsz": slots - free,
+                "available_bsz": free,
+                "queued_requests": figures.get("requests_waiting", 0),
+            },
+            "active_request": active[0] if active else None,
+            "active_requests": active,
+            "paused_requests": [],
+        }
+    )
+
+
+async def server_stop(call: Call) -> Plain:
+    """POST /v1/server/stop: end one request, by the id in its X-Request-Id header, or without an id all of them.
+
+    Its caller gets 409, or an error event when the answer has begun.
+    """
+    body = validate(StopBody, call.body)
+    stopped = await call.site.ask(stop=True, request_id=body.request_id)
+    left = await call.site.ask()
+    active = described(call, left[0]) if left else None
+    return json_reply(
+        {"ok": True, "stopped": bool(stopped), "requests": [live.id for live in stopped], "active_request": active}
+    )
+
+
+def described(call: Call, live: Live) -> dict[str, object]:
+    """A request that runs or waits, for people."""
+    return {
+        "request_id": live.id,
+        "endpoint": live.endpoint,
+        "model": model_name(call),
+        "created": live.created,
+        "prompts": live.prompts,
+        "prompts_ended": live.ended,
+        "prompt_tokens": live.prompt_tokens,
+        "generated_tokens": live.tokens,
+        "max_tokens": live.max_tokens,
+    }
 
 
 async def figures(call: Call) -> Plain:

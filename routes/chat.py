@@ -1,29 +1,81 @@
-"""POST /v1/chat/completions with `contents`: raw prompts in, one choice for each, whole or as a stream."""
+"""The native chat routes: prompts in, one choice for each, whole or as a stream; what the other native routes share of it."""
 
 import time
-from typing import Any
+from typing import Any, ClassVar
+
+import msgspec
+from pydantic import Field
 
 from routes.reply import DONE, Answer, Call, Plain, dumps, error_document, sse
-from routes.schemas import ContentsBody, validate
+from routes.schemas import ContentsBody, Message, PromptsBody, validate
+from rwkv_batch import prompts
 from rwkv_batch.channel import Event, error_of
 from rwkv_batch.errors import EngineFailed, InvalidRequest
-from rwkv_batch.request import Failure, Finish
+from rwkv_batch.request import Failure, Finish, Loop
+from sampling.params import SamplingParams
 
-ID = "rwkv7-batch"
+NATIVE_ID = "rwkv7-batch"
+V3_ID = "rwkv7-batch-v3"
+COMPLETION = "chat.completion"
+
+
+class V2Body(ContentsBody):
+    """Raw prompts for the continuous batch; token 0 in front of each unless it is refused, top_k before top_p."""
+
+    loop: ClassVar[Loop] = "continuous"
+    pad_zero: bool = True
+
+    def sampling(self) -> SamplingParams:
+        """The controls of the v2 sampler."""
+        return msgspec.structs.replace(super().sampling(), rule="sequential")
+
+
+class V3Body(ContentsBody):
+    """Texts that each become the one turn of a chat, or the messages of one conversation."""
+
+    messages: list[Message] = Field(default_factory=list)
+
+    def texts(self) -> list[str]:
+        """The prompts; `contents` wins over `messages`."""
+        tail = prompts.chat_tail(think=self.enable_think, closed=prompts.NO_THINK_V3)
+        if self.contents or not self.messages:
+            return [prompts.one_turn(text, tail) for text in self.contents]
+        return [prompts.conversation([message.turn() for message in self.messages], tail)]
 
 
 async def completions(call: Call) -> Plain | Answer:
-    """Complete each text of `contents`."""
+    """POST /v1/chat/completions: complete each text of `contents`."""
+    if call.body.get("contents") is None and call.body.get("text_list") is not None:
+        raise InvalidRequest(
+            "this path takes contents; for text_list, the form of a translation, the URL is /translate/v1/batch-translate",
+            param="text_list",
+        )
     if call.body.get("contents") is None and call.body.get("messages") is not None:
         raise InvalidRequest(
             "this path takes contents, a list of raw prompts; messages (the OpenAI form) will be served here later",
             param="messages",
         )
-    body = validate(ContentsBody, call.body)
+    return await reply_to(call, ContentsBody, NATIVE_ID)
+
+
+async def completions_v2(call: Call) -> Plain | Answer:
+    """POST /v2/chat/completions: the same in the continuous batch, with another sampler."""
+    return await reply_to(call, V2Body, NATIVE_ID)
+
+
+async def completions_v3(call: Call) -> Plain | Answer:
+    """POST /v3/chat/completions: chat, templated here."""
+    return await reply_to(call, V3Body, V3_ID)
+
+
+async def reply_to(call: Call, kind: type[PromptsBody], answer_id: str, object_name: str = COMPLETION) -> Plain | Answer:
+    """Check the body as `kind` and answer with a stream or a document, as it asks."""
+    body = validate(kind, call.body)
     request = await call.site.to_request(call, body)
+    num_rows = len(request.prompts)
     if body.stream:
-        return await call.site.stream(call, request, Chunks(len(request.prompts), body.chunk_size).feed)
-    return await call.site.document(call, request, Document(ID, body.model, len(request.prompts)).feed)
+        return await call.site.stream(call, request, Chunks(num_rows, body.chunk_size).feed)
+    return await call.site.document(call, request, Document(answer_id, body.model, num_rows, object_name).feed)
 
 
 def usage_of(finishes: list[Finish]) -> dict[str, int]:
@@ -34,10 +86,11 @@ def usage_of(finishes: list[Finish]) -> dict[str, int]:
 
 
 class Document:
-    """Collects the events of one request into a chat.completion."""
+    """Collects the events of one request into a chat.completion, or the native document called `object_name`."""
 
-    def __init__(self, answer_id: str, model: str, num_rows: int):
+    def __init__(self, answer_id: str, model: str, num_rows: int, object_name: str = COMPLETION):
         self.id = answer_id
+        self.object_name = object_name
         self.model = model
         self.texts: list[list[str]] = [[] for _ in range(num_rows)]
         self.finishes: dict[int, Finish] = {}
@@ -69,7 +122,7 @@ class Document:
             choices.append(choice)
         return {
             "id": self.id,
-            "object": "chat.completion",
+            "object": self.object_name,
             "created": int(time.time()),
             "model": self.model,
             "choices": choices,

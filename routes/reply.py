@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
 import os
@@ -16,10 +17,10 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from queue import Empty
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, Literal
 
 from robyn import Headers, StreamingResponse
 from robyn import Request as RobynRequest
@@ -28,9 +29,10 @@ from robyn.robyn import get_version
 
 from routes import schemas
 from rwkv_batch import tokenizer
-from rwkv_batch.channel import EngineClient, EngineInfo, Event, Ticket, error_of
+from rwkv_batch.channel import Ask, EngineClient, EngineInfo, Event, Live, Ticket, error_of
 from rwkv_batch.config import Config
 from rwkv_batch.errors import (
+    BatchTooLarge,
     EngineFailed,
     InvalidRequest,
     NotFound,
@@ -42,6 +44,7 @@ from rwkv_batch.errors import (
 )
 from rwkv_batch.metrics import HttpMetrics
 from rwkv_batch.request import Progress, Request
+from rwkv_batch.translation import Memory
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("rwkv_batch.access")
@@ -54,6 +57,7 @@ PLAIN_SECONDS = 1.0  # a shorter answer has its true status; a longer one is a s
 BLANK_SECONDS = 0.25  # between the blanks of a long JSON answer: they hurt nobody and find out that a client left
 SLICE_SECONDS = 0.25  # longest time a pool thread waits for one answer
 SCAN_SECONDS = 0.02  # time between two looks for connections that were hung up
+ASK_SECONDS = 5.0  # for an answer of the engine about its requests
 QUIET_SECONDS = 0.1  # an answer that wrote more recently finds out by itself
 OFF_LOOP_CHARACTERS = 65536  # longer texts are tokenised in a thread
 
@@ -84,6 +88,8 @@ def json_reply(document: dict[str, Any], status: int = 200) -> Plain:
 
 def error_document(error: RwkvBatchError) -> dict[str, Any]:
     """The body of an error on a native route."""
+    if isinstance(error, BatchTooLarge):
+        return {"error": error.message, "request_bsz": error.size, "max_bsz": error.limit}
     return {"error": error.message}
 
 
@@ -97,12 +103,19 @@ def error_reply(error: RwkvBatchError) -> Plain:
 
 @dataclass
 class Call:
-    """One HTTP call as the routes see it. `body` is the parsed JSON of a POST, checked for depth only."""
+    """One HTTP call as the routes see it.
+
+    body   parsed JSON of a POST, checked for depth only
+    peer   address it came from, "" when that is not known
+    token  what the URL gives as ?token=
+    """
 
     site: "Site"
     method: str
     path: str
     headers: Headers
+    peer: str = ""
+    token: str | None = None
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     body: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
@@ -136,6 +149,7 @@ class Site:
         self._closed: deque[tuple[Call, str]] = deque()
         self._num_observed = 0
         self._encode: Callable[[str], list[int]] | None = None
+        self.translations = Memory(config.translate_memory_mib * 2**20)
         self._hangups = Hangups()
         self._num_hangups = 0
         self._next_scan = 0.0
@@ -157,11 +171,11 @@ class Site:
 
     # --- access ---
 
-    def authorize(self, headers: Headers, body: dict[str, Any]) -> None:
-        """Raise Unauthorized unless the right password came as Bearer or in the body; when both came, both must be right."""
+    def authorize(self, headers: Headers, body: dict[str, Any], token: str | None = None) -> None:
+        """Raise Unauthorized unless the password came as Bearer, in the body or as `token`; all that came must be right."""
         if self._secret is None:
             return
-        offered = [given for given in (bearer(headers), body.get("password")) if given is not None]
+        offered = [given for given in (bearer(headers), body.get("password"), token) if given is not None]
         right = [hmac.compare_digest(digest(given if isinstance(given, str) else ""), self._secret) for given in offered]
         if not right or not all(right):
             raise Unauthorized("Unauthorized: invalid or missing password")
@@ -198,13 +212,24 @@ class Site:
         if max(self.active, len(self.client.tickets)) >= self.config.max_streams:
             raise Overloaded("too many answers are in progress", code="too_many_streams")
 
-    async def to_request(self, call: Call, body: schemas.ContentsBody) -> Request:
+    async def encode(self, texts: list[str], field: str) -> list[list[int]]:
+        """Tokens of each text, away from the event loop when they are long. Raises InvalidRequest, Unavailable, Overloaded."""
+        self.check()
+        assert self._encode is not None
+        work = (texts, field, self.config, self._encode)
+        if sum(map(len, texts)) > OFF_LOOP_CHARACTERS:
+            return await asyncio.to_thread(schemas.prompt_ids, *work)
+        return schemas.prompt_ids(*work)
+
+    async def to_request(self, call: Call, body: schemas.PromptsBody) -> Request:
         """Check and tokenise a body, away from the event loop when it is long. Raises InvalidRequest, Unavailable."""
         body.check_limits(call.config)
+        texts = body.texts()
+        body.check_count(texts, call.config)
         self.check()
         encode = self._encode
         assert encode is not None
-        if sum(map(len, body.contents)) > OFF_LOOP_CHARACTERS:
+        if sum(map(len, texts)) > OFF_LOOP_CHARACTERS:
             request = await asyncio.to_thread(body.to_request, call.id, call.config, encode)
         else:
             request = body.to_request(call.id, call.config, encode)
@@ -213,7 +238,7 @@ class Site:
         self.metrics.num_prompts.observe(call.num_prompts)
         self.metrics.max_tokens.observe(request.max_tokens)
         if call.config.log_prompts:
-            log.info("%s prompts %s", call.id, json.dumps([text[:256] for text in body.contents[:4]]))
+            log.info("%s prompts %s", call.id, json.dumps([text[:256] for text in texts[:4]]))
         return request
 
     async def submit(
@@ -226,9 +251,13 @@ class Site:
         def tell(event: asyncio.Event) -> Callable[[], None]:
             return lambda: loop.call_soon_threadsafe(event.set)
 
-        call.ticket = ticket = self.client.submit(request, translate, tell(answered), tell(ended) if ended else None)
+        call.ticket = ticket = self.client.submit(request, translate, tell(answered), tell(ended) if ended else None, call.path)
         ticket.num_hangups_seen = self._num_hangups
-        await answered.wait()
+        try:
+            await answered.wait()
+        except asyncio.CancelledError:
+            ticket.cancel()
+            raise
         if not ticket.accepted and ticket.failure is not None:
             raise error_of(ticket.failure)
         return ticket
@@ -256,6 +285,29 @@ class Site:
             if item is not NUDGE:
                 items.append(item)
         return Plain(b"".join(items))
+
+    async def later(self, call: Call, work: Coroutine[Any, Any, Plain]) -> "Plain | Answer":
+        """Answer with what `work` comes to, as `document` does for one request; it is cancelled when the client has left."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task}, timeout=PLAIN_SECONDS)
+        if task.done():
+            return task.result()
+        return Answer(call, Later(task), JSON, b" ", b" ", min(BLANK_SECONDS, self.config.ping_seconds))
+
+    async def ask(self, *, stop: bool = False, request_id: str | None = None, endpoint: str | None = None) -> list[Live]:
+        """The requests of all HTTP processes that run or wait; with `stop` they are ended. Raises Unavailable."""
+        self.client.check()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[list[Live]] = loop.create_future()
+
+        def put(found: list[Live]) -> None:
+            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(found))
+
+        self.client.ask(Ask(secrets.token_hex(8), stop, request_id, endpoint), put)
+        try:
+            return await asyncio.wait_for(answer, ASK_SECONDS)
+        except TimeoutError:
+            raise Unavailable("the engine does not answer", code="engine_busy") from None
 
     # --- the client's thread ---
 
@@ -336,7 +388,8 @@ class Site:
         if self.config.access_log and access_log.isEnabledFor(logging.INFO):
             line = f"{call.method} {json.dumps(call.path[:256])} {call.status} id={call.id} ms={seconds * 1000:.1f}"
             if ticket is not None:
-                line += f" prompts={call.num_prompts} prompt_tokens={call.prompt_tokens} tokens={ticket.completion_tokens}"
+                tokens = call.completion_tokens or ticket.completion_tokens
+                line += f" prompts={call.num_prompts} prompt_tokens={call.prompt_tokens} tokens={tokens}"
                 if ticket.first_at is not None and ticket.incremental:
                     line += f" ttft_ms={(ticket.first_at - call.began) * 1000:.1f}"
                 line += f" end={'error' if ticket.failure else how}"
@@ -351,7 +404,7 @@ class Answer:
     nudge  sent to make a write fail when the client may be gone
     """
 
-    def __init__(self, call: Call, ticket: Ticket, content_type: str, ping: bytes, nudge: bytes, ping_seconds: float):
+    def __init__(self, call: Call, ticket: "Ticket | Later", content_type: str, ping: bytes, nudge: bytes, ping_seconds: float):
         self.call = call
         self.content_type = content_type
         self._ticket = ticket
@@ -406,6 +459,34 @@ class Answer:
         if self._open:
             self._ticket.cancel()
             self._close("gone")
+
+
+class Later:
+    """What a task of the event loop comes to, in the shape in which `Answer` takes it from a ticket."""
+
+    def __init__(self, task: "asyncio.Task[Plain]"):
+        self._task = task
+        self._loop = task.get_loop()
+        self.queue: SimpleQueue = SimpleQueue()
+        task.add_done_callback(self._done)
+
+    def take(self, timeout: float) -> Any:
+        """Next item; queue.Empty after `timeout` seconds."""
+        return self.queue.get(timeout=timeout)
+
+    def cancel(self) -> None:
+        """Nobody wants it any more. Any thread, finalisers too."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def _done(self, task: "asyncio.Task[Plain]") -> None:
+        if not task.cancelled():
+            error = task.exception()
+            if error is not None and not isinstance(error, RwkvBatchError):
+                log.error("an answer failed", exc_info=error)
+                error = EngineFailed("internal error", code="internal")
+            self.queue.put(task.result().body if error is None else dumps(error_document(error)).encode())
+        self.queue.put(Ticket.END)
 
 
 class Hangups:
@@ -464,23 +545,45 @@ def read_body(request: RobynRequest, config: Config) -> bytes:
     return body
 
 
+PROXY_HEADERS = ("x-forwarded-for", "x-real-ip", "forwarded")
+
+
+def from_this_host(call: Call) -> bool:
+    """Whether a call came over the loopback interface and not through a proxy that says so."""
+    if any(call.headers.get(name) is not None for name in PROXY_HEADERS):
+        return False
+    try:
+        address = ipaddress.ip_address(call.peer)
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+Access = Literal["password", "open", "translate"]  # translate: open to this host, or to all by --open-translate
 Handler = Callable[[Call], Awaitable[Plain | Answer]]
 
 
-def endpoint(site: Site, handler: Handler, *, public: bool, reads_body: bool) -> Callable[[RobynRequest], Awaitable[Any]]:
+def endpoint(
+    site: Site, handler: Handler, *, access: Access, reads_body: bool = False, may_be_empty: bool = False
+) -> Callable[[RobynRequest], Awaitable[Any]]:
     """What Robyn calls for one route: read, authorise, handle, and turn every fault into an answer."""
 
     async def handle(request: RobynRequest) -> RobynResponse | StreamingResponse:
-        call = Call(site, request.method, request.url.path, request.headers)
+        call = Call(site, request.method, request.url.path, request.headers, request.ip_addr or "")
+        public = access == "open"
+        if access == "translate":
+            call.token = request.query_params.get("token", None)
+            public = site.config.open_translate or from_this_host(call)
         site.handling += 1
         try:
             given = bearer(request.headers)
             if given is not None and not public:
                 site.authorize(request.headers, {})
             if reads_body:
-                call.body = schemas.parse(read_body(request, site.config), site.config.max_body_depth)
+                data = read_body(request, site.config)
+                call.body = {} if may_be_empty and not data else schemas.parse(data, site.config.max_body_depth)
             if not public:
-                site.authorize(request.headers, call.body)
+                site.authorize(request.headers, call.body, call.token)
             reply = await handler(call)
         except RwkvBatchError as error:
             reply = error_reply(error)

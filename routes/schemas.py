@@ -7,14 +7,15 @@ Every refusal is InvalidRequest and names the field; no message repeats what the
 import json
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rwkv_batch.config import Config
-from rwkv_batch.errors import InvalidRequest
-from rwkv_batch.request import Request
+from rwkv_batch.errors import BatchTooLarge, InvalidRequest
+from rwkv_batch.prompts import Turn
+from rwkv_batch.request import Loop, Request
 from sampling.params import SamplingParams
 
 DEFAULT_STOPS: list[int | str] = ["\nUser:"]  # token 0 always ends a row, listed or not
@@ -49,12 +50,12 @@ class SamplingBody(Body):
     alpha_presence: float = Field(2.0, ge=-100, le=100)
     alpha_frequency: float = Field(0.2, ge=-100, le=100)
     alpha_decay: float = Field(0.996, ge=0, le=1)
-    noise: float = Field(1.5, ge=0, le=1000)  # read by big_batch only
+    noise: float = Field(1.5, ge=0, le=1000)  # read by the big and the plain batch only, and only when sent
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
     ignore_eos: bool = False
     stream: bool = False
-    pad_zero: bool = True  # read by v2 only
-    enable_think: bool = False  # read by v3 only
+    pad_zero: bool = False  # token 0 before every prompt; v2 has its own default
+    enable_think: bool = False  # read where a chat template is used
     chunk_size: int = Field(4, ge=1, le=1_048_576)
 
     @field_validator("stop_tokens", mode="before")
@@ -94,7 +95,43 @@ class SamplingBody(Body):
             raise InvalidRequest(f"max_tokens: at most {config.max_tokens_limit}", param="max_tokens")
 
 
-class ContentsBody(SamplingBody):
+class PromptsBody(SamplingBody):
+    """A body that becomes prompts, one row each. `field` is where they are, `loop` admits them."""
+
+    field: ClassVar[str] = "contents"
+    loop: ClassVar[Loop] = "sync"
+
+    def texts(self) -> list[str]:
+        """The prompts. Raises InvalidRequest when they cannot be made."""
+        raise NotImplementedError
+
+    def check_count(self, texts: list[str], config: Config) -> None:
+        """Raise InvalidRequest for no prompts or too many."""
+        if not texts:
+            raise InvalidRequest("Empty prompts list", param=self.field)
+        if len(texts) > config.max_prompts:
+            raise BatchTooLarge(len(texts), config.max_prompts, param=self.field)
+
+    def to_request(self, request_id: str, config: Config, encode: Callable[[str], list[int]]) -> Request:
+        """The engine's form of this body; tokenises, so it takes time for long texts. Raises InvalidRequest."""
+        self.check_limits(config)
+        texts = self.texts()
+        self.check_count(texts, config)
+        stop_ids, stop_texts = self.stops(config)
+        prompts = prompt_ids(texts, self.field, config, encode)
+        return Request(
+            id=request_id,
+            prompts=[ids if ids == [END_ID] else [END_ID, *ids] for ids in prompts] if self.pad_zero else prompts,
+            sampling=self.sampling(),
+            max_tokens=self.max_tokens,
+            stop_ids=stop_ids,
+            stop_texts=stop_texts,
+            loop=self.loop,
+            chunk_size=self.chunk_size if self.stream else 0,
+        )
+
+
+class ContentsBody(PromptsBody):
     """A body with raw prompts: native chat completions and its relatives."""
 
     contents: list[str] = Field(default_factory=list)
@@ -105,27 +142,33 @@ class ContentsBody(SamplingBody):
         """A bare text is a list of one."""
         return [value] if isinstance(value, str) else value
 
-    def check_limits(self, config: Config) -> None:
-        """Raise InvalidRequest for no prompts or too many, or too many tokens asked for."""
-        super().check_limits(config)
-        if not self.contents:
-            raise InvalidRequest("Empty prompts list", param="contents")
-        if len(self.contents) > config.max_prompts:
-            raise InvalidRequest(f"contents: at most {config.max_prompts} prompts, not {len(self.contents)}", param="contents")
+    def texts(self) -> list[str]:
+        """The prompts as they are."""
+        return self.contents
 
-    def to_request(self, request_id: str, config: Config, encode: Callable[[str], list[int]]) -> Request:
-        """The engine's form of this body; tokenises, so it takes time for long texts. Raises InvalidRequest."""
-        self.check_limits(config)
-        stop_ids, stop_texts = self.stops(config)
-        return Request(
-            id=request_id,
-            prompts=prompt_ids(self.contents, "contents", config, encode),
-            sampling=self.sampling(),
-            max_tokens=self.max_tokens,
-            stop_ids=stop_ids,
-            stop_texts=stop_texts,
-            chunk_size=self.chunk_size if self.stream else 0,
-        )
+
+class Message(BaseModel):
+    """One message of a conversation; a content of several text parts is joined."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    role: str = "user"
+    content: str = ""
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def join_parts(cls, value: Any) -> Any:
+        """Null is no text; parts are texts or {"type": "text", "text": ...}."""
+        if not isinstance(value, list):
+            return "" if value is None else value
+        texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in value]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("only text parts can be read")
+        return "".join(texts)
+
+    def turn(self) -> Turn:
+        """For the chat template; "developer" is another word for "system"."""
+        return Turn("system" if self.role == "developer" else self.role, self.content)
 
 
 def prompt_ids(texts: list[str], field: str, config: Config, encode: Callable[[str], list[int]]) -> list[list[int]]:

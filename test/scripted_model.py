@@ -4,6 +4,8 @@ Its layers add nothing, so only the last token counts, and the right one leads b
 draws can make up. A prompt that ends in a token of no script starts the first one.
 """
 
+from pathlib import Path
+
 import torch
 from models import TINY, random_tensors
 
@@ -28,7 +30,7 @@ def scripted_tensors(scripts: list[list[int]]) -> dict[str, torch.Tensor]:
     The first begins after any token that is in none; the others begin with a trigger, the last id of a prompt. No id may be
     in two places.
     """
-    tensors = synth("tiny")
+    tensors = dict(random_tensors(TINY, 65536))
     for name in tensors:
         if name.endswith(("att.output.weight", "ffn.value.weight")):
             tensors[name] = torch.zeros_like(tensors[name])

@@ -303,3 +303,39 @@ def test_messages_survive_the_wire():
         channel.Forgotten(),
     ):
         assert channel.decode_to_http(channel.encode(message)) == message
+
+
+def ask(client: EngineClient, **question) -> list[channel.Live]:
+    """What the engine answers about its requests."""
+    answers: queue.SimpleQueue = queue.SimpleQueue()
+    client.ask(channel.Ask("q", **question), answers.put)
+    return answers.get(timeout=5)
+
+
+def test_the_engine_knows_the_requests_of_all_clients(address, engine, client):
+    other = EngineClient(address, heartbeat=0.05)
+    other.start()
+    wait_until(lambda: client.ready and other.ready)
+    try:
+        mine = client.submit(request("a", num_rows=2, max_tokens=10_000), endpoint="/x")
+        theirs = [other.submit(request(name, max_tokens=10_000), endpoint="/y") for name in ("b-1", "b-2", "c")]
+        short = client.submit(request("d"), endpoint="/x")
+        drain(short)
+        wait_until(lambda: len(ask(client)) == 4 and all(live.tokens for live in ask(client)))
+        first = ask(client)[0]
+        assert (first.id, first.endpoint, first.prompts, first.prompt_tokens, first.max_tokens) == ("a", "/x", 2, 4, 10_000)
+        assert [live.id for live in ask(client, endpoint="/y")] == ["b-1", "b-2", "c"]
+        assert [live.id for live in ask(client, request_id="b", stop=True)] == ["b-1", "b-2"]
+        for ticket in theirs[:2]:
+            *_, last = drain(ticket)
+            assert (error_of(last).status, last.message) == (409, "Request cancelled")
+        assert ask(client, request_id="nobody", stop=True) == []
+        theirs[2].cancel()
+        wait_until(lambda: [live.id for live in ask(client)] == ["a"])
+        mine.cancel()
+        other.submit(request("e", max_tokens=10_000))
+        wait_until(lambda: [live.id for live in ask(client)] == ["e"])
+    finally:
+        other.close()
+    engine.server._give_up(next(owner for owner, live in engine.server._live.values() if live.id == "e"), "is gone")
+    assert ask(client) == []

@@ -1,0 +1,115 @@
+"""Routes of the reference's relatives: POST /v1/batch/completions in two forms, and POST /v1/tokens/count."""
+
+import secrets
+import time
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from routes.chat import Document, reply_to, usage_of
+from routes.reply import Answer, Call, Plain, json_reply
+from routes.schemas import Body, ContentsBody, Message, PromptsBody, validate
+from rwkv_batch import prompts
+from rwkv_batch.errors import InvalidRequest
+from sampling.params import SamplingParams
+
+
+class BatchContentsBody(ContentsBody):
+    """The form with `contents`: native chat completions with another id and larger chunks."""
+
+    chunk_size: int = Field(8, ge=1, le=1_048_576)
+
+
+class BatchPromptsBody(PromptsBody):
+    """The form with `prompts`: greedy, whatever `temperature` says; only `noise`, when it was sent, changes that."""
+
+    field: ClassVar[str] = "prompts"
+    prompts: list[str] = Field(default_factory=list)
+    max_tokens: int = Field(100, ge=0, le=2**31 - 1)
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def one_is_a_list(cls, value: Any) -> Any:
+        """A bare text is a list of one."""
+        return [value] if isinstance(value, str) else value
+
+    def texts(self) -> list[str]:
+        """The prompts as they are."""
+        return self.prompts
+
+    def sampling(self) -> SamplingParams:
+        """Greedy, or the largest of logits/T + U(0, noise)."""
+        noise = self.noise if "noise" in self.model_fields_set else 0.0
+        return SamplingParams(
+            rule="noise", temperature=self.temperature, noise=noise, alpha_presence=0.0, alpha_frequency=0.0, seed=self.seed,
+            ignore_eos=self.ignore_eos,
+        )  # fmt: skip
+
+
+class BatchDocument(Document):
+    """The answer to `prompts`. Times are in seconds since the call came in."""
+
+    def __init__(self, call: Call, model: str, num_rows: int):
+        super().__init__(f"batch-{secrets.token_hex(4)}", model, num_rows)
+        self.began = call.began
+
+    def body(self) -> dict[str, Any]:
+        """The finished answer."""
+        document = super().body()
+        seconds = time.monotonic() - self.began
+        usage = usage_of(list(self.finishes.values()))
+        results = [
+            {"index": choice["index"], "text": choice["message"]["content"], "finish_reason": choice["finish_reason"]}
+            | ({"error": choice["error"]} if "error" in choice else {})
+            for choice in document["choices"]
+        ]
+        return {
+            "id": self.id,
+            "object": "batch_completion",
+            "created": document["created"],
+            "model": self.model,
+            "results": results,
+            "batch_size": len(results),
+            "inference_time": seconds,
+            "speed_stats": {
+                "total_tokens": usage["completion_tokens"],
+                "tokens_per_second": usage["completion_tokens"] / max(seconds, 1e-9),
+            },
+            "usage": usage,
+        }
+
+
+class CountBody(Body):
+    """What to count: the first of the three that is there."""
+
+    text: str | None = None
+    messages: list[Message] | None = None
+    contents: list[str] | None = None
+    enable_think: bool = False
+
+    def joined(self) -> str:
+        """The text whose tokens count. Raises InvalidRequest when there is none."""
+        if self.text is not None:
+            return self.text
+        if self.messages is not None:
+            tail = prompts.chat_tail(think=self.enable_think)
+            return prompts.conversation([message.turn() for message in self.messages], tail)
+        if self.contents is not None:
+            return "".join(self.contents)
+        raise InvalidRequest("Missing text or messages", param="text")
+
+
+async def completions(call: Call) -> Plain | Answer:
+    """Complete a batch; `prompts` or `contents` tells which form is meant."""
+    if call.body.get("prompts") is None:
+        return await reply_to(call, BatchContentsBody, "rwkv7-fast-batch")
+    body = validate(BatchPromptsBody, call.body)
+    request = await call.site.to_request(call, body)
+    return await call.site.document(call, request, BatchDocument(call, body.model, len(request.prompts)).feed)
+
+
+async def tokens_count(call: Call) -> Plain:
+    """How many tokens a text has."""
+    text = validate(CountBody, call.body).joined()
+    (ids,) = await call.site.encode([text], "text")
+    return json_reply({"tokens": len(ids) if text else 0})  # an empty prompt is fed token 0

@@ -1,0 +1,80 @@
+"""POST /big_batch/completions and its relatives: many rows, one plain sampler, always a stream."""
+
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from routes.chat import NATIVE_ID, reply_to
+from routes.reply import JSON, Answer, Call, Plain, json_reply
+from routes.schemas import ContentsBody, Message
+from rwkv_batch import prompts
+from sampling.params import SamplingParams
+
+PATH = "/big_batch/completions"
+
+
+class Chat(BaseModel):
+    """One conversation of `chats`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    messages: list[Message]
+    system: str | None = None
+
+
+class BigBatchBody(ContentsBody):
+    """Raw prompts, or conversations that are given the chat template.
+
+    Of the sampling fields only temperature is read, and noise when it was sent.
+    """
+
+    field: ClassVar[str] = "contents"
+    chats: list[Chat] = Field(default_factory=list)
+
+    def texts(self) -> list[str]:
+        """The raw prompts, or one prompt for each conversation."""
+        tail = prompts.chat_tail(think=self.enable_think)
+        chats = [] if self.contents else self.chats
+        return self.contents or [prompts.conversation(turns(chat), tail) for chat in chats]
+
+    def sampling(self) -> SamplingParams:
+        """Exact sampling at `temperature`; with noise the largest of logits/T + U(0, noise)."""
+        sent = "noise" in self.model_fields_set
+        return SamplingParams(
+            rule="noise" if sent else "gumbel",
+            temperature=self.temperature,
+            noise=self.noise if sent else 0.0,
+            alpha_presence=0.0,
+            alpha_frequency=0.0,
+            seed=self.seed,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+def turns(chat: Chat) -> list[prompts.Turn]:
+    """A conversation for the template."""
+    system = [prompts.Turn("system", chat.system)] if chat.system else []
+    return [*system, *(message.turn() for message in chat.messages)]
+
+
+async def completions(call: Call) -> Plain | Answer:
+    """Stream, whatever `stream` says; one document for a client that wants JSON and nothing else."""
+    call.body["stream"] = not wants_json(call)
+    return await reply_to(call, BigBatchBody, NATIVE_ID)
+
+
+def wants_json(call: Call) -> bool:
+    """Whether the Accept header names JSON and neither a stream nor everything, as libraries do by habit."""
+    accepted = (call.headers.get("accept") or "").lower()
+    return JSON in accepted and "text/event-stream" not in accepted and "*/*" not in accepted
+
+
+async def completions_status(call: Call) -> Plain:
+    """Whether a big batch is running, in any HTTP process."""
+    return json_reply({"generating": bool(await call.site.ask(endpoint=PATH))})
+
+
+async def clean(call: Call) -> Plain:
+    """Cancel all big batches."""
+    await call.site.ask(endpoint=PATH, stop=True)
+    return json_reply({"generating": False, "cleaned": True})

@@ -1,0 +1,39 @@
+"""POST /FIM/v1/batch-FIM: the text between each prefix and its suffix."""
+
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from routes.chat import NATIVE_ID, reply_to
+from routes.reply import Answer, Call, Plain
+from routes.schemas import PromptsBody
+from rwkv_batch import prompts
+from rwkv_batch.errors import InvalidRequest
+
+
+class FimBody(PromptsBody):
+    """Prefixes and suffixes, pair by pair. Without stops of its own a row ends at the mark that would begin the next one."""
+
+    field: ClassVar[str] = "prefix"
+    prefix: list[str] = Field(default_factory=list)
+    suffix: list[str] = Field(default_factory=list)
+    stop_tokens: list[int | str] = Field(default_factory=lambda: [prompts.FIM_MARK])
+
+    @field_validator("prefix", "suffix", mode="before")
+    @classmethod
+    def one_is_a_list(cls, value: Any) -> Any:
+        """A bare text is a list of one."""
+        return [value] if isinstance(value, str) else value
+
+    def texts(self) -> list[str]:
+        """One prompt for each pair. Raises InvalidRequest when one list is longer."""
+        if len(self.prefix) != len(self.suffix):
+            raise InvalidRequest(
+                f"prefix and suffix: as many of each, not {len(self.prefix)} and {len(self.suffix)}", param="suffix"
+            )
+        return [prompts.fill_in(prefix, suffix) for prefix, suffix in zip(self.prefix, self.suffix, strict=True)]
+
+
+async def batch_fim(call: Call) -> Plain | Answer:
+    """Fill in each gap."""
+    return await reply_to(call, FimBody, NATIVE_ID, "FIM.completion")

@@ -1,0 +1,257 @@
+"""POST /translate/v1/batch-translate: what browser extensions ask for, paragraph by paragraph.
+
+Every paragraph of every call is a row of the one continuous batch, greedy. What cannot be translated comes back as it was:
+one text never costs the others theirs.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from pydantic import Field, field_validator
+
+from routes.reply import OFF_LOOP_CHARACTERS, Answer, Call, Plain, json_reply
+from routes.schemas import Body, validate
+from rwkv_batch import languages, prompts
+from rwkv_batch.channel import Event, error_of
+from rwkv_batch.errors import EngineFailed, InvalidRequest, RwkvBatchError
+from rwkv_batch.request import Failure, Request
+from rwkv_batch.translation import Placeholders, split_all, token_limit
+from sampling.params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, alpha_presence=0.0, alpha_frequency=0.0)
+AUTO = "auto"
+MAX_PARTS = 8  # paragraphs and gaps for each text that a call may have
+OPENAI_BODY = (
+    "this path takes source_lang, target_lang and text_list; for messages, the OpenAI form, the URL is /v1/chat/completions"
+)
+
+
+class TranslateBody(Body):
+    """The extension's custom API. `placeholders` are texts that have to come back unchanged, beside {0} and <b0>."""
+
+    source_lang: str = Field(AUTO, max_length=64)
+    target_lang: str = Field(max_length=64)
+    text_list: list[str]
+    placeholders: list[str] = Field(default_factory=list)
+
+    @field_validator("text_list", mode="before")
+    @classmethod
+    def one_is_a_list(cls, value: Any) -> Any:
+        """A bare text is a list of one."""
+        return [value] if isinstance(value, str) else value
+
+
+class Paragraph(NamedTuple):
+    """One thing to translate; languages are codes. Equal paragraphs are translated once."""
+
+    text: str
+    source: str
+    target: str
+
+
+async def batch_translate(call: Call) -> Plain | Answer:
+    """Translate a list of texts: as many come back, in the same order."""
+    if "messages" in call.body and "text_list" not in call.body:
+        raise InvalidRequest(OPENAI_BODY, param="messages")
+    single = call.body.get("text") is not None
+    short = call.body.get("text_list") is None and (single or call.body.get("texts") is not None)
+    body = read(long_form(call.body) if short else call.body)
+    if len(body.text_list) > call.config.max_prompts:
+        raise InvalidRequest(f"text_list: at most {call.config.max_prompts} texts", param="text_list")
+    if len(body.placeholders) > call.config.max_placeholders:
+        raise InvalidRequest(f"placeholders: at most {call.config.max_placeholders}", param="placeholders")
+    work = Work(call, language_code(body.target_lang, "target_lang"), Placeholders(body.placeholders))
+    source = AUTO if body.source_lang.lower() == AUTO else language_code(body.source_lang, "source_lang")
+    return await call.site.later(call, answer(work, body, source, single=single and short, short=short))
+
+
+async def answer(work: "Work", body: TranslateBody, source: str, *, single: bool, short: bool) -> Plain:
+    """Translate and put the answer together; `short` is the form of kiss-translator."""
+    sources = await work.sources(body.text_list, source)
+    results = await work.texts(list(zip(body.text_list, sources, strict=True)))
+    errors = [result for result in results if isinstance(result, RwkvBatchError)]
+    if errors and len(errors) == len(results):
+        raise errors[0]
+    items = []
+    for text, found, result in zip(body.text_list, sources, results, strict=True):
+        code = found if source == AUTO else body.source_lang
+        item = {"text": result, "src": code} if short else {"detected_source_lang": code, "text": result}
+        if isinstance(result, RwkvBatchError):
+            item |= {"text": text, "error": result.message}
+        items.append(item)
+    return json_reply(items[0] if single else {"translations": items})
+
+
+def long_form(data: dict[str, Any]) -> dict[str, Any]:
+    """kiss-translator's fields under the other names."""
+    texts = data["text"] if data.get("text") is not None else data["texts"]
+    return {"source_lang": data.get("from"), "target_lang": data.get("to"), "text_list": texts}
+
+
+def read(data: dict[str, Any]) -> TranslateBody:
+    """Check a body. Raises InvalidRequest."""
+    for field in ("target_lang", "text_list"):
+        if data.get(field) is None:
+            raise InvalidRequest(f"Missing {field}", param=field)
+    return validate(TranslateBody, data)
+
+
+def language_code(text: str, field: str) -> str:
+    """The code of a language. Raises InvalidRequest for one that is not known."""
+    code = languages.find(text)
+    if code is None:
+        raise InvalidRequest(f"{field}: not a language code or English name that is known here", param=field)
+    return code
+
+
+class Work:
+    """Translates for one call. A failure stands in the place of the translation."""
+
+    def __init__(self, call: Call, target: str, placeholders: Placeholders):
+        self.call = call
+        self.site = call.site
+        self.target = target
+        self.placeholders = placeholders
+        self.num_requests = 0
+
+    async def sources(self, texts: list[str], source: str) -> list[str]:
+        """The language of each text."""
+        if source != AUTO:
+            return [source] * len(texts)
+        return await asyncio.to_thread(languages.detect, [self.placeholders.without(text) for text in texts])
+
+    async def texts(self, texts: list[tuple[str, str]]) -> list[str | RwkvBatchError]:
+        """Translate texts, each with its language."""
+        work = ([text for text, _ in texts], MAX_PARTS * self.call.config.max_prompts)
+        long = sum(map(len, work[0])) > OFF_LOOP_CHARACTERS
+        parts = await asyncio.to_thread(split_all, *work) if long else split_all(*work)
+        wanted = [
+            [self._paragraph(part, source) if i % 2 == 0 else None for i, part in enumerate(pieces)]
+            for pieces, (_, source) in zip(parts, texts, strict=True)
+        ]
+        found = await self.paragraphs(list(dict.fromkeys(paragraph for row in wanted for paragraph in row if paragraph)))
+        results: list[str | RwkvBatchError] = []
+        for pieces, row in zip(parts, wanted, strict=True):
+            joined = [found[paragraph] if paragraph else piece for piece, paragraph in zip(pieces, row, strict=True)]
+            errors = [part for part in joined if isinstance(part, RwkvBatchError)]
+            results.append(errors[0] if errors else "".join(joined))
+        return results
+
+    def _paragraph(self, text: str, source: str) -> Paragraph | None:
+        """What is to be done with a part of a text; None when it stays as it is."""
+        if source == self.target or not languages.has_letters(self.placeholders.without(text)):
+            return None
+        return Paragraph(text, source, self.target)
+
+    async def paragraphs(self, wanted: list[Paragraph]) -> dict[Paragraph, str | RwkvBatchError]:
+        """Translate what is not remembered; where placeholders got lost, try again around them, then give the text back."""
+        remembered = self.site.translations
+        found: dict[Paragraph, str | RwkvBatchError] = {}
+        for paragraph in wanted:
+            if (known := remembered.get(self._key(paragraph))) is not None:
+                found[paragraph] = known
+        new = await self._generate([paragraph for paragraph in wanted if paragraph not in found])
+        broken = [paragraph for paragraph, text in new.items() if isinstance(text, str) and not self._intact(paragraph, text)]
+        new |= {paragraph: paragraph.text for paragraph in broken}
+        new |= await self._around([paragraph for paragraph in broken if self.placeholders.found(paragraph.text)])
+        for paragraph, text in new.items():
+            if isinstance(text, str):
+                remembered.put(self._key(paragraph), text)
+        return found | new
+
+    async def _around(self, broken: list[Paragraph]) -> dict[Paragraph, str | RwkvBatchError]:
+        """Translate the texts between the placeholders, so that these stay where they are."""
+        cuts = {paragraph: self.placeholders.cut(paragraph.text) for paragraph in broken}
+        between = [(part, paragraph.source) for paragraph, parts in cuts.items() for part in parts[::2]]
+        if len(between) > self.call.config.max_prompts:
+            return {}
+        translated = iter(await self.texts(between) if between else [])
+        results: dict[Paragraph, str | RwkvBatchError] = {}
+        for paragraph, parts in cuts.items():
+            texts = [next(translated) for _ in parts[::2]]
+            error = next((text for text in texts if isinstance(text, RwkvBatchError)), None)
+            parts[::2] = texts if error is None else parts[::2]
+            whole = "".join(parts)
+            results[paragraph] = error or (whole if self._intact(paragraph, whole) else paragraph.text)
+        return results
+
+    def _intact(self, paragraph: Paragraph, text: str) -> bool:
+        return self.placeholders.found(paragraph.text) == self.placeholders.found(text)
+
+    def _key(self, paragraph: Paragraph) -> tuple:
+        info = self.site.client.info
+        return (*paragraph, self.placeholders.key, info.fingerprint if info else "")
+
+    async def _generate(self, wanted: list[Paragraph]) -> dict[Paragraph, str | RwkvBatchError]:
+        """Ask the model; a paragraph for which it says nothing stays as it is."""
+        if not wanted:
+            return {}
+        if len(wanted) > self.call.config.max_prompts:
+            limit = self.call.config.max_prompts
+            raise InvalidRequest(f"text_list: at most {limit} different paragraphs, not {len(wanted)}", param="text_list")
+        names = {code: languages.LANGUAGES[code].name for code in (self.target, *(p.source for p in wanted))}
+        many = languages.LANGUAGES[self.target].script in languages.MANY_TOKENS
+        texts = [prompts.translation(names[p.source], names[p.target], p.text) for p in wanted]
+        rows: dict[int, list[tuple[Paragraph, list[int]]]] = {}
+        for paragraph, ids in zip(wanted, await self.site.encode(texts, "text_list"), strict=True):
+            limit = token_limit(len(ids), self.call.config.translate_ratio, many=many)
+            rows.setdefault(min(limit, self.call.config.max_tokens_limit), []).append((paragraph, ids))
+        stops = [stop.encode() for stop in prompts.translation_stops(sorted(set(names.values())))]
+        groups = []
+        for limit, group in rows.items():
+            self.num_requests += 1
+            self.call.num_prompts += len(group)
+            self.call.prompt_tokens += sum(len(ids) for _, ids in group)
+            request = Request(
+                id=f"{self.call.id}-{self.num_requests}",
+                prompts=[ids for _, ids in group],
+                sampling=GREEDY,
+                max_tokens=limit,
+                stop_texts=stops,
+                loop="continuous",
+                chunk_size=0,
+            )
+            groups.append(Group(request, [paragraph for paragraph, _ in group]))
+        await asyncio.gather(*(group.run(self.call) for group in groups))
+        return {paragraph: text for group in groups for paragraph, text in group.results()}
+
+
+class Group:
+    """One request's paragraphs: those of about the same length."""
+
+    def __init__(self, request: Request, wanted: list[Paragraph]):
+        self.request = request
+        self.wanted = wanted
+        self.texts = [""] * len(wanted)
+        self.errors: list[RwkvBatchError | None] = [None] * len(wanted)
+
+    async def run(self, call: Call) -> None:
+        """Submit and wait for the end; leaves nothing running when it is cancelled."""
+        ended = asyncio.Event()
+        try:
+            ticket = await call.site.submit(call, self.request, self.feed, ended)
+        except RwkvBatchError as error:
+            self.errors = [error] * len(self.wanted)
+            return
+        try:
+            await ended.wait()
+        finally:
+            ticket.cancel()
+            call.completion_tokens += ticket.completion_tokens
+
+    def feed(self, event: Event) -> None:
+        """Take one event; called in the client's thread, read after the end."""
+        if isinstance(event, Failure):
+            self.errors = [error_of(event)] * len(self.wanted)
+            return
+        for delta in event.deltas:
+            self.texts[delta.index] += delta.text
+        for finish in event.finishes:
+            if finish.reason not in ("stop", "length"):
+                self.errors[finish.index] = EngineFailed(finish.error or "the row was cancelled")
+
+    def results(self) -> Iterable[tuple[Paragraph, str | RwkvBatchError]]:
+        """Each paragraph with its translation."""
+        for paragraph, text, error in zip(self.wanted, self.texts, self.errors, strict=True):
+            yield paragraph, error or text.strip() or paragraph.text

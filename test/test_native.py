@@ -1,0 +1,174 @@
+"""Native bodies become requests with the rule, loop, stops and template of their route; and the rules by hand."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import quiet_robyn  # noqa: F401
+import torch
+
+from routes.batch import BatchContentsBody, BatchPromptsBody
+from routes.big_batch import BigBatchBody
+from routes.chat import V2Body, V3Body
+from routes.fim import FimBody
+from routes.reply import from_this_host
+from routes.schemas import ContentsBody, Message, validate
+from routes.translate import Group, Paragraph
+from rwkv_batch.config import Config
+from rwkv_batch.errors import EngineFailed, InvalidRequest
+from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
+from sampling.params import SamplingParams
+from sampling.reference import ReferenceSampler
+
+
+def request_of(kind, **body) -> Request:
+    """The request of a body, tokens being bytes."""
+    return validate(kind, body).to_request("id", Config(), lambda text: list(text.encode()))
+
+
+def prompt_of(kind, **body) -> str:
+    """The text of its first prompt."""
+    return bytes(request_of(kind, **body).prompts[0]).decode()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "loop"),
+    [(ContentsBody, "joint", "sync"), (V2Body, "sequential", "continuous"), (V3Body, "joint", "sync"),
+     (BigBatchBody, "gumbel", "sync"), (BatchContentsBody, "joint", "sync")],
+)  # fmt: skip
+def test_rules_and_loops(kind, rule, loop):
+    """Contract 9, line 17, and decision (b)."""
+    request = request_of(kind, contents=["a"])
+    assert (request.sampling.rule, request.loop) == (rule, loop)
+    assert request.stop_texts == [b"\nUser:"]
+
+
+def test_defaults_of_fim():
+    """Contract 1.7 and 2.4."""
+    request = request_of(FimBody, prefix="a", suffix="b")
+    assert (request.sampling.rule, request.stop_texts, request.stop_ids) == ("joint", ["✿".encode()], [])
+    assert prompt_of(FimBody, prefix=["a"], suffix=["b"]) == "✿prefix✿✿suffix✿b✿middle✿a"
+    assert request_of(FimBody, prefix="a", suffix="b", stop_tokens=[0, 261]).stop_texts == []
+    with pytest.raises(InvalidRequest, match="as many of each"):
+        request_of(FimBody, prefix=["a"], suffix=[])
+
+
+def test_token_0_in_front():
+    """Contract 2.6."""
+    assert request_of(V2Body, contents=["a", ""]).prompts == [[0, 97], [0]]
+    assert request_of(V2Body, contents=["a"], pad_zero=False).prompts == [[97]]
+    assert request_of(ContentsBody, contents=["a"]).prompts == [[97]]
+    assert request_of(ContentsBody, contents=["a"], pad_zero=True).prompts == [[0, 97]]
+
+
+def test_noise_counts_where_it_was_sent():
+    """Decision (h)."""
+    assert request_of(BigBatchBody, contents=["a"], noise=0).sampling.greedy
+    assert request_of(BigBatchBody, contents=["a"], noise=2).sampling.rule == "noise"
+    assert not request_of(BigBatchBody, contents=["a"], noise=None).sampling.greedy
+    assert request_of(BigBatchBody, contents=["a"], temperature=0).sampling.greedy
+    assert request_of(BatchPromptsBody, prompts=["a"], temperature=1.0).sampling.greedy
+    assert request_of(BatchPromptsBody, prompts=["a"], noise=3).sampling.noise == 3
+
+
+def test_the_prompts_of_v3():
+    """Contract 1.5."""
+    assert prompt_of(V3Body, contents=["a\n\nb "]) == "User: a\n\nb \n\nAssistant: <think>\n</think>"
+    messages = [{"role": "user", "content": "a"}, {"role": "developer", "content": "s"}]
+    assert prompt_of(V3Body, messages=messages, enable_think=True) == "System: s\n\nUser: a\n\nAssistant: <think"
+    assert prompt_of(V3Body, contents=["a"], messages=messages).startswith("User: a\n\n")
+    assert len(request_of(V3Body, contents=["a", "b"]).prompts) == 2
+
+
+def test_messages():
+    assert validate_message(content=["a", {"type": "text", "text": "b"}]).content == "ab"
+    assert validate_message(content=None).content == ""
+    for wrong in ([{"type": "image_url", "image_url": {}}], [5], {"text": "a"}, 5):
+        with pytest.raises(ValueError, match="content"):
+            validate_message(content=wrong)
+
+
+def validate_message(**fields) -> Message:
+    return Message.model_validate({"role": "user", **fields})
+
+
+@dataclass
+class Caller:
+    """As much of a call as the question takes."""
+
+    peer: str
+    headers: dict
+
+
+@pytest.mark.parametrize(
+    ("peer", "headers", "local"),
+    [
+        ("127.0.0.1", {}, True), ("::1", {}, True), ("127.8.0.1", {}, True), ("::ffff:127.0.0.1", {}, True),
+        ("192.168.0.7", {}, False), ("::ffff:10.0.0.1", {}, False), ("", {}, False), ("unix", {}, False),
+        ("127.0.0.1", {"x-forwarded-for": ""}, False), ("127.0.0.1", {"forwarded": "for=::1"}, False),
+    ],
+)  # fmt: skip
+def test_who_calls_from_this_host(peer, headers, local):
+    """Decision (e)."""
+    assert from_this_host(Caller(peer, headers)) is local
+
+
+def test_a_paragraph_without_an_answer_stays_as_it_is():
+    wanted = [Paragraph(text, "en", "de") for text in ("one", "two", "three")]
+    group = Group(Request(id="r", prompts=[[1]] * 3, sampling=SamplingParams(), max_tokens=1), wanted)
+    group.feed(Progress("r", [Delta(0, " ein", 1), Delta(1, " \n", 1)], [Finish(2, "error", 1, 1, "not finite")]))
+    group.feed(Progress("r", [Delta(0, "s\n", 1)], [Finish(0, "stop", 1, 2), Finish(1, "length", 1, 1)]))
+    results = dict(group.results())
+    assert [results[wanted[0]], results[wanted[1]], type(results[wanted[2]])] == ["eins", "two", EngineFailed]
+    group.feed(Failure("r", "Overloaded", "full"))
+    assert {type(result).__name__ for result in dict(group.results()).values()} == {"Overloaded"}
+
+
+# --- the sampling rules on four tokens, by hand ---
+
+PROBABILITIES = [0.5, 0.25, 0.15, 0.1]
+
+
+def drawn(num_rows: int = 4000, **controls) -> list[float]:
+    """How often each of the four tokens comes."""
+    sampler = ReferenceSampler(num_rows, torch.arange(1, 5))
+    off = {"alpha_presence": 0.0, "alpha_frequency": 0.0}
+    slots = list(range(num_rows))
+    sampler.start_many(slots, [SamplingParams(seed=slot, **off, **controls) for slot in slots], [0] * num_rows)
+    logits = torch.tensor(PROBABILITIES).log().expand(num_rows, 4)
+    tokens = sampler.sample(logits.contiguous(), torch.tensor(slots)).ids
+    return [(tokens == token).float().mean().item() for token in range(1, 5)]
+
+
+def near(found: list[float], expected: list[float]) -> bool:
+    """Within four standard deviations of 4,000 draws."""
+    return all(abs(f - e) <= 4 * math.sqrt(e * (1 - e) / 4000) for f, e in zip(found, expected, strict=True))
+
+
+def test_joint_rule_by_hand():
+    """Contract 9, line 14: top_p on the full softmax; the boundary token keeps 0.6 - 0.5 of its 0.25."""
+    assert near(drawn(rule="joint", top_k=0, top_p=0.6), [0.5 / 0.6, 0.1 / 0.6, 0, 0])
+    assert near(drawn(rule="joint", top_k=3, top_p=1.0), [0.5 / 0.9, 0.25 / 0.9, 0.15 / 0.9, 0])
+
+
+def test_sequential_rule_by_hand():
+    """Contract 9, line 17: top_p inside the three best, 0.56, 0.28, 0.17; the token that crosses it is kept whole."""
+    assert near(drawn(rule="sequential", top_k=3, top_p=0.6), [2 / 3, 1 / 3, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("presence", "frequency", "expected"),
+    [
+        (1.0, 0.5, [1.0, 0.9 + 0.5, 1.4 * 0.9 + 0.5]),
+        (0.0, 0.5, [0.5, 0.45 + 0.5, 0.95 * 0.9 + 0.5]),
+        (1.0, 0.0, [1.0, 0.9, 0.81]),
+    ],
+)
+def test_penalties_by_hand(presence, frequency, expected):
+    """Contract 9, line 14: presence first, frequency later, decay of all; decision (g): frequency alone acts too."""
+    sampler = ReferenceSampler(1, torch.arange(1, 5))
+    params = SamplingParams(temperature=0, alpha_presence=presence, alpha_frequency=frequency, alpha_decay=0.9)
+    sampler.start_many([0], [params], [0])
+    for penalty in expected:
+        assert sampler.sample(torch.tensor([[100.0, 0, 0, 0]]), torch.tensor([0])).ids.tolist() == [1]
+        assert sampler.controls.penalties[0].tolist() == pytest.approx([penalty, 0, 0, 0])
