@@ -20,13 +20,16 @@ help:
 serve: $(VENV)/.ready
 	$(BIN)/python app.py $(ARGS)
 
+# Tests of the live server mind the clock, so they run alone.
 test: $(VENV)/.ready-test lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --ignore test/live
+	$(BIN)/python -m pytest test/live
 
 test-long: $(VENV)/.ready-test lint
 	mkdir -p test/results
-	$(BIN)/python -m pytest -m "not gpu" --timeout 3600 --durations 15 > test/results/long.txt; \
-	status=$$?; tail -n 30 test/results/long.txt; exit $$status
+	$(BIN)/python -m pytest -n 2 -m "not gpu" --timeout 3600 --ignore test/live > test/results/long.txt; status=$$?; \
+	$(BIN)/python -m pytest -m "not gpu" --timeout 3600 test/live >> test/results/long.txt || status=1; \
+	grep -E "passed|failed|FAILED" test/results/long.txt; exit $$status
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .

@@ -318,6 +318,7 @@ def test_the_engine_knows_the_requests_of_all_clients(address, engine, client):
     wait_until(lambda: client.ready and other.ready)
     try:
         mine = client.submit(request("a", num_rows=2, max_tokens=10_000), endpoint="/x")
+        wait_until(lambda: ask(client))  # two clients' messages arrive in any order
         theirs = [other.submit(request(name, max_tokens=10_000), endpoint="/y") for name in ("b-1", "b-2", "c")]
         short = client.submit(request("d"), endpoint="/x")
         drain(short)

@@ -104,7 +104,9 @@ def margins(prompt, count):
 
 
 @pytest.mark.parametrize("loop", ["sync", "continuous"])
-@pytest.mark.parametrize(("budget", "mixed"), [(1, True), (16, False), (256, True), (256, False)])
+@pytest.mark.parametrize(
+    ("budget", "mixed"), [(1, True), (16, False), (256, True), pytest.param(256, False, marks=pytest.mark.long)]
+)
 def test_a_row_alone_equals_the_row_in_company(loop, budget, mixed):
     """Random joins and cancels, fewer slots than rows, poisoned free slots: every row's greedy text is what it is alone."""
     rng = random.Random(f"{loop}{budget}{mixed}")
