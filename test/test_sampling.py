@@ -187,6 +187,7 @@ def check_filter(rule: str, seed: int, num_columns: int) -> None:
 
 @pytest.mark.parametrize("rule", ["joint", "sequential"])
 def test_filters_against_the_formula(rule):
+    """Contract 9, lines 14 and 17."""
     for seed in range(150):
         check_filter(rule, seed, int(np.random.default_rng(seed).choice([2, 3, 5, 17, 63, 64, 65, 300, 1000, 4097])))
     for seed in range(3):
@@ -309,6 +310,7 @@ def test_draws_follow_the_distribution_long(case):
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_penalties_follow_the_recurrence(presence, frequency, decay, temperature):
+    """Contract 9, line 14."""
     controls = {"alpha_presence": presence, "alpha_frequency": frequency, "alpha_decay": decay, "temperature": temperature}
     sampler = started([SamplingParams(seed=3, **controls)], 20)
     z = spread(20, 1.0)[None]
