@@ -27,8 +27,8 @@ test: $(VENV)/.ready-test lint
 
 test-long: $(VENV)/.ready-test lint
 	mkdir -p test/results
-	$(BIN)/python -m pytest -n 2 -m "not gpu" --timeout 3600 --ignore test/live > test/results/long.txt; status=$$?; \
-	$(BIN)/python -m pytest -m "not gpu" --timeout 3600 test/live >> test/results/long.txt || status=1; \
+	$(BIN)/python -m pytest -n 2 -m "not gpu" --timeout 3600 --disable-warnings --ignore test/live > test/results/long.txt; status=$$?; \
+	$(BIN)/python -m pytest -m "not gpu" --timeout 3600 --disable-warnings test/live >> test/results/long.txt || status=1; \
 	grep -E "passed|failed|FAILED" test/results/long.txt; exit $$status
 
 lint: $(VENV)/.ready-test
