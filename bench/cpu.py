@@ -63,7 +63,7 @@ class Ours:
         keep = self.model.ops.channel_mix
 
         def counting(mixed, layer):
-            active.append(int((torch.relu(mixed @ layer.ffn_key.t()) > 0).sum()))
+            active.append(int((torch.relu(mixed[0] @ layer.ffn_key.t()) > 0).sum()))
             return keep(mixed, layer)
 
         self.model.ops.channel_mix = counting

@@ -21,6 +21,7 @@ from rwkv_batch.errors import CheckpointError, UsageError
 from rwkv_batch.model import Model
 from rwkv_batch.request import Failure, Progress
 from rwkv_batch.scheduler import Scheduler
+from rwkv_batch.state import State
 from rwkv_batch.tokenizer import Tokenizer, for_vocab
 from rwkv_batch.weights import DTYPES, HEAD_SIZE, ModelShape
 from rwkv_batch.worker import Worker
@@ -54,7 +55,8 @@ def build_worker(config: Config, deliver: Callable[[dict[bytes, list[Progress | 
     )
     for line in weights_module.iter_summary(weights):
         log.info("%s", line)
-    engine = Engine(Model(weights), ReferenceSampler(num_slots, weights.output_ids, device), num_slots)
+    sampler = ReferenceSampler(num_slots, weights.output_ids, device)
+    engine = Engine(Model(weights), sampler, State(shape, num_slots, device=device))
     on_cpu = device.type == "cpu"
     budget = config.prefill_budget or (CPU_PREFILL if on_cpu else GPU_PREFILL)
     scheduler = Scheduler(num_slots=num_slots, prefill_budget=budget, mixed=on_cpu)

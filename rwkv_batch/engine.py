@@ -9,12 +9,16 @@ from typing import NamedTuple
 
 import torch
 
+from rwkv_batch.decode_graphs import DecodeGraphs
 from rwkv_batch.model import Model
 from rwkv_batch.plan import Plan, Row
 from rwkv_batch.reference import Rows
 from rwkv_batch.request import Sequence
 from rwkv_batch.state import Snapshot, State
 from sampling.base import Sampled, Sampler
+from sampling.reference import report_logprobs
+
+READBACKS = 4  # steps whose ids may be on their way to the host; two are
 
 
 class Token(NamedTuple):
@@ -26,23 +30,29 @@ class Token(NamedTuple):
 
 @dataclass
 class Step:
-    """A submitted step: the sequences sampled, and what for, still on the device."""
+    """A submitted step: the sequences sampled, and what for: on the device, or on its way to the host until `arrived`."""
 
     sequences: list[Sequence]
     sampled: Sampled | None
+    arrived: torch.cuda.Event | None = None
 
 
 class Engine:
-    """`num_slots` sequences in flight on one device."""
+    """`num_slots` sequences in flight on one device.
 
-    def __init__(self, model: Model, sampler: Sampler, num_slots: int):
+    state   the state arrays, whose number of slots is the engine's
+    graphs  captured decode steps; None = every step is launched kernel by kernel
+    """
+
+    def __init__(self, model: Model, sampler: Sampler, state: State, graphs: DecodeGraphs | None = None):
         self.model = model
         self.sampler = sampler
-        self.num_slots = num_slots
+        self.state = state
+        self.graphs = graphs
         self.device = model.weights.device
-        self.state = State(model.weights.shape, num_slots, device=self.device)
-        self._last_ids = torch.zeros(num_slots, dtype=torch.int64, device=self.device)  # sampled last, by slot
+        self.num_eager_decodes = 0
         self._decode_rows = Rows([], [])  # of the last step if that was all decode: most steps repeat their slots
+        self._readback = _Readback(state.num_slots) if self.device.type == "cuda" else None
 
     @torch.inference_mode()
     def submit(self, plan: Plan) -> Step:
@@ -51,7 +61,10 @@ class Engine:
         starting = [row.sequence for row in rows if row.start]
         if starting:
             self._start(starting)
+        if self.graphs is not None and not any(row.ids for row in rows):
+            return self._replay(rows)
         packed = self._pack(rows)
+        self.num_eager_decodes += packed.is_decode
         sampling = [i for i, row in enumerate(rows) if row.sample]
         all_sample = len(sampling) == len(rows)
         logits_of = None if all_sample else packed.last[sampling]
@@ -61,13 +74,15 @@ class Engine:
         slots = packed.slots if all_sample else [packed.slots[i] for i in sampling]
         slot_tensor = packed.slot_tensor if all_sample else packed.slot_tensor[sampling]
         sampled = self.sampler.sample(logits, slot_tensor, slots)
-        self._last_ids[slot_tensor] = sampled.ids
-        return Step([rows[i].sequence for i in sampling], sampled)
+        self.state.last_ids[slot_tensor] = sampled.ids
+        return self._step([rows[i].sequence for i in sampling], sampled)
 
     def collect(self, step: Step) -> list[Token]:
         """Wait for a step's ids."""
         if step.sampled is None:
             return []
+        if step.arrived is not None:
+            step.arrived.synchronize()
         ids, finite = step.sampled.ids.tolist(), step.sampled.finite
         if bool(finite.all()):
             return [Token(*pair) for pair in zip(step.sequences, ids, strict=True)]
@@ -83,6 +98,22 @@ class Engine:
     def put(self, slot: int, snapshot: Snapshot) -> None:
         """Overwrite a slot's state after all steps submitted so far."""
         self.state.put(slot, snapshot)
+
+    def _replay(self, rows: list[Row]) -> Step:
+        """Decode one token for each row, all of which sample."""
+        slots = [row.sequence.slot for row in rows]
+        sampled, logits = self.graphs.replay(slots)
+        needs = [self.sampler.controls.needs[slot] for slot in slots]
+        if any(need.logprobs is not None for need in needs):
+            slot_tensor = torch.tensor(slots).to(self.device, non_blocking=True)
+            sampled = report_logprobs(self.sampler.controls, self.sampler.ids, sampled, logits, slot_tensor, needs)
+        return self._step([row.sequence for row in rows], sampled)
+
+    def _step(self, sequences: list[Sequence], sampled: Sampled) -> Step:
+        """Send what was sampled to the host where that is another place."""
+        if self._readback is None:
+            return Step(sequences, sampled)
+        return Step(sequences, *self._readback.start(sampled))
 
     def _start(self, sequences: list[Sequence]) -> None:
         """Give slots to new sequences: their initial states, their controls."""
@@ -106,15 +137,38 @@ class Engine:
             self._decode_rows = packed
         return packed
 
-    def _tokens(self, rows: list[Row], packed: Rows) -> torch.Tensor:
-        """Return the ids to feed [N]: those of prompts, and of the other rows what was sampled last."""
+    def _tokens(self, rows: list[Row], packed: Rows) -> torch.Tensor | None:
+        """Return the ids to feed [N]: those of prompts, and of the other rows what was sampled last; None = only the latter."""
         if not any(row.ids for row in rows):
-            return self._last_ids[packed.slot_index]
+            return None
         tokens = torch.tensor([id for row in rows for id in row.ids or (0,)], device=self.device)
         decoding = [b for b, row in enumerate(rows) if not row.ids]
         if decoding:
-            tokens[packed.first[decoding]] = self._last_ids[packed.slot_tensor[decoding]]
+            tokens[packed.first[decoding]] = self.state.last_ids[packed.slot_tensor[decoding]]
         return tokens
+
+
+class _Readback:
+    """Pinned places for what steps sampled: copies run while the host goes on, and never wait for a step after theirs."""
+
+    def __init__(self, num_rows: int):
+        self._places = [
+            (torch.empty(num_rows, dtype=torch.int64, pin_memory=True), torch.empty(num_rows, dtype=torch.bool, pin_memory=True))
+            for _ in range(READBACKS)
+        ]
+        self._next = 0
+
+    def start(self, sampled: Sampled) -> tuple[Sampled, torch.cuda.Event]:
+        """Begin to copy; the result may be read once the event has come."""
+        ids, finite = (place[: len(sampled.ids)] for place in self._places[self._next])
+        self._next = (self._next + 1) % READBACKS
+        ids.copy_(sampled.ids, non_blocking=True)
+        finite.copy_(sampled.finite, non_blocking=True)
+        rest = (None if t is None else t.to("cpu", non_blocking=True) for t in sampled[2:])
+        arrived = torch.cuda.Event()
+        copied = Sampled(ids, finite, *rest)
+        arrived.record()
+        return copied, arrived
 
 
 def _slot(row: Row) -> int:

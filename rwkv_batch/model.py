@@ -21,26 +21,25 @@ class Model:
         self.ops = ops
 
     @torch.inference_mode()
-    def forward(self, tokens: torch.Tensor, rows: Rows, state: State, *, logits_of: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor | None, rows: Rows, state: State, *, logits_of: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Feed tokens [N] to the rows' slots, whose states move on in place.
 
+        tokens     None = each row, of one token, is fed what was sampled last in its slot
         logits_of  positions among the N whose logits are wanted; None = the last token of each row
-        Returns logits [B, U] fp32 (or [len(logits_of), U]); column j is token `weights.output_ids[j]`.
+        Returns logits [B, U] (or [len(logits_of), U]); column j is token `weights.output_ids[j]`. fp32 from the reference ops;
+        kernels return fp16, in a buffer that the next step overwrites.
         """
         ops, w = self.ops, self.weights
-        x = w.embedding[tokens].float()  # [N, C]
-        first_value = None
+        state.advance(rows.slots, rows.lengths)
+        x = ops.embed(w.embedding, tokens, rows, state.last_ids)  # [N, C]
+        y, first_value = None, None
         for i, layer in enumerate(w.layers):
-            normed = ops.layer_norm(x, layer.ln1_weight, layer.ln1_bias)
-            mixed = ops.shift_mix(normed, layer.att_mix, state.time_shift[i], rows)
+            x, mixed = ops.add_norm_mix(x, y, layer.ln1_weight, layer.ln1_bias, layer.att_mix, state.time_shift[i], rows)
             y, first_value = ops.time_mix(mixed, layer, state.layer_wkv[i], rows, first_value)
-            x = x + y
-            normed = ops.layer_norm(x, layer.ln2_weight, layer.ln2_bias)
-            mixed = ops.shift_mix(normed, layer.ffn_mix, state.channel_shift[i], rows)
-            x = x + ops.channel_mix(mixed[0], layer)
-        state.elapsed[rows.slot_index] += rows.length_tensor
-        if logits_of is not None:
-            x = x[logits_of]
-        elif not rows.is_decode:
-            x = x[rows.last]
-        return ops.linear(ops.layer_norm(x, w.ln_out_weight, w.ln_out_bias), w.head)
+            x, mixed = ops.add_norm_mix(x, y, layer.ln2_weight, layer.ln2_bias, layer.ffn_mix, state.channel_shift[i], rows)
+            y = ops.channel_mix(mixed, layer)
+        if logits_of is None and not rows.is_decode:
+            logits_of = rows.last
+        return ops.logits(x, y, w, logits_of)

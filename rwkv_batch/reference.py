@@ -10,7 +10,7 @@ from functools import cache, cached_property
 import torch
 import torch.nn.functional as F
 
-from rwkv_batch.weights import HEAD_SIZE, Layer
+from rwkv_batch.weights import HEAD_SIZE, Layer, Weights
 
 CHUNK = 32  # tokens a chunk; decays of half a chunk stay above e^-9.7, so both factors of a decay ratio fit into fp32
 LOG_DECAY_SCALE = -0.6065306597126334  # -exp(-0.5): log decay = LOG_DECAY_SCALE * sigmoid(.)
@@ -31,6 +31,13 @@ class Rows:
     slots: list[int]
     lengths: list[int]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @classmethod
+    def decoding(cls, slots: torch.Tensor) -> "Rows":
+        """One token for each slot of a tensor [B] int64, -1 = no row; what they are is not known on the host."""
+        rows = cls([], [], slots.device)
+        rows.slot_tensor = slots
+        return rows
 
     @cached_property
     def is_decode(self) -> bool:
@@ -127,6 +134,25 @@ class Chunks:
         return cls(slots, index.masked_fill_(padding, 0), padding if padded else None, in_order, counts)
 
 
+def embed(embedding: torch.Tensor, tokens: torch.Tensor | None, rows: Rows, last_ids: torch.Tensor) -> torch.Tensor:
+    """Return the rows of `embedding` [V, C] for tokens [N], or for each row's `last_ids[slot]` -> [N, C]."""
+    return embedding[last_ids[rows.slot_index] if tokens is None else tokens].float()
+
+
+def add_norm_mix(
+    x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, mix: torch.Tensor, shift, rows: Rows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x + y [N, C] and its layer norm, shifted and mixed [K, N, C]; see `shift_mix`."""
+    x = x if y is None else x + y
+    return x, shift_mix(layer_norm(x, weight, bias), mix, shift, rows)
+
+
+def logits(x: torch.Tensor, y: torch.Tensor, weights: Weights, index: torch.Tensor | None) -> torch.Tensor:
+    """Return the logits [n, U] of x + y [N, C] at positions `index` [n], None = all."""
+    x = x + y if index is None else x[index] + y[index]
+    return linear(layer_norm(x, weights.ln_out_weight, weights.ln_out_bias), weights.head)
+
+
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Layer norm over the last dimension, eps 1e-5: [N, C] -> [N, C]."""
     return torch.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
@@ -199,8 +225,8 @@ def time_mix(
 
 
 def channel_mix(mixed: torch.Tensor, layer: Layer) -> torch.Tensor:
-    """The feed-forward half: mixed [N, C] -> [N, C], with squared ReLU between the two matrices."""
-    hidden = linear(mixed, layer.ffn_key).relu_().square_()
+    """The feed-forward half: mixed [1, N, C] -> [N, C], with squared ReLU between the two matrices."""
+    hidden = linear(mixed[0], layer.ffn_key).relu_().square_()
     if hidden.shape[0] == 1 and hidden.dtype == layer.ffn_value.dtype and not hidden.is_cuda:
         # About nine in ten units of a trained model are off: reading only the others' rows saves most of the matrix.
         # Several bags of indices, since one thread sums each.

@@ -25,18 +25,28 @@ class Snapshot:
 class State:
     """The state arrays of `num_slots` slots; every step updates them in place.
 
-    shift    [L, 2, S, C]        last normalised inputs of time mix (0) and channel mix (1)
-    wkv      [L, S, H, 64, 64]   the recurrent matrices, rows are value channels, columns key channels
-    elapsed  [S] int64           tokens seen
+    shift     [L, 2, S, C]        last normalised inputs of time mix (0) and channel mix (1), of `shift_dtype`
+    wkv       [L, S, H, 64, 64]   the recurrent matrices, rows are value channels, columns key channels, of `wkv_dtype`
+    last_ids  [S] int64           tokens sampled last: what a decode step feeds
+    elapsed   S ints              tokens seen, counted on the host
     """
 
-    def __init__(self, shape: ModelShape, num_slots: int, *, dtype: torch.dtype = torch.float32, device="cpu"):
+    def __init__(
+        self,
+        shape: ModelShape,
+        num_slots: int,
+        *,
+        shift_dtype: torch.dtype = torch.float32,
+        wkv_dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
         self.shape = shape
         self.num_slots = num_slots
-        self.shift = torch.zeros(shape.num_layers, 2, num_slots, shape.width, dtype=dtype, device=device)
+        self.shift = torch.zeros(shape.num_layers, 2, num_slots, shape.width, dtype=shift_dtype, device=device)
         heads = (shape.num_heads, HEAD_SIZE, HEAD_SIZE)
-        self.wkv = torch.zeros(shape.num_layers, num_slots, *heads, dtype=dtype, device=device)
-        self.elapsed = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.wkv = torch.zeros(shape.num_layers, num_slots, *heads, dtype=wkv_dtype, device=device)
+        self.last_ids = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.elapsed = [0] * num_slots
         # One view a layer, made once: a decode step on a small model is mostly the cost of small operations.
         self.time_shift = self.shift[:, 0].unbind()  # L times [S, C]
         self.channel_shift = self.shift[:, 1].unbind()
@@ -47,11 +57,17 @@ class State:
         index = torch.as_tensor(slots, dtype=torch.int64, device=self.shift.device)
         self.shift.index_fill_(2, index, 0)
         self.wkv.index_fill_(1, index, 0)
-        self.elapsed.index_fill_(0, index, 0)
+        for slot in slots:
+            self.elapsed[slot] = 0
+
+    def advance(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Count the tokens that a step feeds."""
+        for slot, length in zip(slots, lengths, strict=True):
+            self.elapsed[slot] += length
 
     def take(self, slot: int) -> Snapshot:
         """Return a copy of one slot."""
-        return Snapshot(self.shift[:, :, slot].clone(), self.wkv[:, slot].clone(), int(self.elapsed[slot]))
+        return Snapshot(self.shift[:, :, slot].clone(), self.wkv[:, slot].clone(), self.elapsed[slot])
 
     def put(self, slot: int, snapshot: Snapshot) -> None:
         """Overwrite one slot with a snapshot; ValueError when it belongs to a model of another shape."""

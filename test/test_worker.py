@@ -53,7 +53,7 @@ class Harness:
     def __init__(self, *, vocab=256, slots=8, budget=256, mixed=True, queue=512, shape=TINY, seed=0):
         weights = random_weights(shape, vocab, seed)
         self.tokenizer = VOCAB[vocab]
-        self.engine = Engine(Model(weights), ReferenceSampler(slots, weights.output_ids), slots)
+        self.engine = Engine(Model(weights), ReferenceSampler(slots, weights.output_ids), State(weights.shape, slots))
         for tensor in (self.engine.state.shift, self.engine.state.wkv):
             tensor.fill_(float("nan"))
         self.sessions = Memory()
@@ -150,7 +150,7 @@ def test_a_row_alone_equals_the_row_in_company(loop, budget, mixed):
 def poison_free_slots(harness):
     """Overwrite free slots with NaN and return them with their bits."""
     state, owned = harness.engine.state, {s.slot for s in harness.worker._rows}
-    free = [slot for slot in range(harness.engine.num_slots) if slot not in owned]
+    free = [slot for slot in range(harness.engine.state.num_slots) if slot not in owned]
     state.wkv[:, free] = float("nan")
     state.shift[:, :, free] = float("nan")
     return free, state.wkv[:, free].view(torch.int32).clone(), state.shift[:, :, free].view(torch.int32).clone()

@@ -1,0 +1,97 @@
+"""The decode step as CUDA graphs, one for each size of batch, with the sampling inside.
+
+A graph replays launches on fixed addresses: slots are read from one device array, ids are left in another and, by slot, in
+`State.last_ids`, where the next step finds them. Rows that fill a graph up have slot -1 and are passed over by every kernel.
+"""
+
+import bisect
+import logging
+import time
+
+import torch
+
+from rwkv_batch.model import Model
+from rwkv_batch.reference import Rows
+from rwkv_batch.state import State
+from sampling.base import Sampled
+from sampling.rapid import RapidSampler
+
+log = logging.getLogger("rwkv_batch.engine")
+
+BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 960, 1024)
+STEP = 256  # between larger ones
+STAGES = 4  # slot lists that may be on their way to the device
+
+
+def buckets_for(num_slots: int) -> list[int]:
+    """Return the batch sizes to capture for up to `num_slots` rows, ascending; the last one takes them all."""
+    sizes = [size for size in (*BUCKETS, *range(BUCKETS[-1] + STEP, num_slots, STEP)) if size < num_slots]
+    return [*sizes, num_slots]
+
+
+class DecodeGraphs:
+    """Captured decode steps of one model, sampler and state.
+
+    Memory and time: all graphs share one pool; a graph takes about 0.1 s to capture.
+    """
+
+    def __init__(self, model: Model, sampler: RapidSampler, state: State, sizes: list[int] | None = None):
+        self.model = model
+        self.sampler = sampler
+        self.state = state
+        self.sizes = sizes or buckets_for(state.num_slots)
+        device, largest = model.weights.device, self.sizes[-1]
+        self.num_replays = 0
+        self._slots = torch.full((largest,), -1, dtype=torch.int64, device=device)
+        self._ids = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._finite = torch.zeros(largest, dtype=torch.bool, device=device)
+        self._staging = torch.empty(STAGES, largest, dtype=torch.int64, pin_memory=True)
+        self._stage = 0
+        self._current: list[int] = []  # what `_slots` holds
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._logits: dict[int, torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture every size, the largest first, so that the smaller ones find their memory in the pool."""
+        started = time.monotonic()
+        stream = torch.cuda.Stream(self._slots.device)
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self.sizes):
+            with torch.cuda.stream(stream):
+                self._step(size)  # every kernel runs once before it is captured
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                self._logits[size] = self._step(size)
+            self._graphs[size] = graph
+        log.info("captured %d decode graphs, up to %d rows, in %.1f s", len(self.sizes), self.sizes[-1], time.monotonic() - started)
+
+    def _step(self, size: int) -> torch.Tensor:
+        slots = self._slots[:size]
+        logits = self.model.forward(None, Rows.decoding(slots), self.state)
+        self.sampler.launch(logits, slots, ids=self._ids[:size], finite=self._finite[:size])
+        return logits
+
+    def replay(self, slots: list[int]) -> tuple[Sampled, torch.Tensor]:
+        """Run one decode step of distinct `slots`; returns at once.
+
+        Returns what is sampled and the logits [B, U], both on the device and overwritten by the next replay.
+        """
+        num_rows = len(slots)
+        size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
+        if slots != self._current:
+            self._send(slots)
+        self._graphs[size].replay()
+        self.state.advance(slots, [1] * num_rows)
+        self.num_replays += 1
+        return Sampled(self._ids[:num_rows], self._finite[:num_rows]), self._logits[size][:num_rows]
+
+    def _send(self, slots: list[int]) -> None:
+        """Put a slot list on the device. The pinned buffers take turns: a copy may be on its way while the next is written."""
+        stage = self._staging[self._stage]
+        self._stage = (self._stage + 1) % STAGES
+        stage.fill_(-1)
+        stage[: len(slots)] = torch.tensor(slots)
+        self._slots.copy_(stage, non_blocking=True)
+        self._current = list(slots)

@@ -1,0 +1,60 @@
+"""How Python calls a kernel: arguments checked by name, then a launch on torch's current stream.
+
+Every kernel is a C function that takes pointers and sizes, the stream last, and returns a CUDA error number; it allocates
+nothing and waits for nothing, so that a CUDA graph can capture it.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+POINTER = ctypes.c_void_p
+INT = ctypes.c_int
+FLOAT = ctypes.c_float
+
+
+class KernelLaunchFailed(RuntimeError):
+    """A kernel could not be started; the message names it and the CUDA error."""
+
+
+class Launcher:
+    """The functions of one built library (see `kernels.library`) on one device."""
+
+    def __init__(self, library: ctypes.CDLL, device: torch.device | str):
+        self.library = library
+        self.device = torch.device(device)
+        self.stream = 0
+
+    def use_current_stream(self) -> None:
+        """Look up torch's current stream, which all launches go to until the next call; once a step, since it takes 10 us."""
+        self.stream = torch.cuda.current_stream(self.device).cuda_stream
+
+    def bind(self, name: str, *types: type) -> ctypes._CFuncPtr:
+        """Return the library's function `name` with arguments of `types`; the stream follows them."""
+        function = getattr(self.library, name)
+        function.argtypes = (*types, POINTER)
+        function.restype = ctypes.c_int
+        return function
+
+    def launch(self, function: ctypes._CFuncPtr, *arguments: int | float | None) -> None:
+        """Start a kernel; KernelLaunchFailed when CUDA refuses."""
+        error = function(*arguments, self.stream)
+        if error:
+            raise KernelLaunchFailed(f"{function.__name__} failed with CUDA error {error}")
+
+
+def check(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    """Raise ValueError, naming the argument, unless `tensor` is contiguous and has this device, dtype and shape."""
+    if tensor.device != device or tensor.dtype != dtype or tensor.shape != tuple(shape) or not tensor.is_contiguous():
+        layout = "" if tensor.is_contiguous() else ", not contiguous"
+        raise ValueError(
+            f"{name}: expected contiguous {dtype} {list(shape)} on {device}, "
+            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}{layout}"
+        )
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Return the address of a tensor's first element; None for None."""
+    return None if tensor is None else tensor.data_ptr()
