@@ -26,10 +26,13 @@ HEAD_SIZE = 64
 UNUSED_FROM = 65530  # ids the World tokenizer does not have
 
 
-def synth(size: str | tuple, vocab: int = 65536, seed: int = 0, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Return the checkpoint as a flat dict of bf16 CPU tensors, keys in the published order.
+def synth(
+    size: str | tuple, vocab: int = 65536, seed: int = 0, device: str = "cpu", place: str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Return the checkpoint as a flat dict of bf16 tensors on `place`, keys in the published order.
 
-    size  a name, or a tuple as in SIZES
+    size    a name, or a tuple as in SIZES
+    device  where the numbers are drawn; another device draws others
     """
     layers, width, rank_w, rank_a, rank_v, rank_g, shift = SIZES[size] if isinstance(size, str) else size
     gen = torch.Generator(device=device).manual_seed(seed)
@@ -43,7 +46,7 @@ def synth(size: str | tuple, vocab: int = 65536, seed: int = 0, device: str = "c
     z: dict[str, torch.Tensor] = {}
 
     def put(name, tensor):
-        z[name] = tensor.bfloat16().cpu()
+        z[name] = tensor.bfloat16().to(place)
 
     put("emb.weight", normal(vocab, width, std=0.05))
     for i in range(layers):

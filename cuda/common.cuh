@@ -47,6 +47,10 @@ __device__ __forceinline__ int lane_sum(int v) {
     for (int d = LANES / 2; d; d /= 2) v += __shfl_xor_sync(ALL, v, d, LANES);
     return v;
 }
+__device__ __forceinline__ int lane_min(int v) {
+    for (int d = LANES / 2; d; d /= 2) v = min(v, __shfl_xor_sync(ALL, v, d, LANES));
+    return v;
+}
 // Inclusive sum over the lower lanes.
 __device__ __forceinline__ float lane_scan(float v) {
     const int lane = threadIdx.x % LANES;

@@ -14,6 +14,9 @@ using cudaStream_t = hipStream_t;
 constexpr hipError_t cudaSuccess = hipSuccess;
 constexpr hipError_t cudaErrorInvalidValue = hipErrorInvalidValue;
 #define cudaGetLastError hipGetLastError
+#define cudaFuncSetAttribute hipFuncSetAttribute
+constexpr hipFuncAttribute cudaFuncAttributeMaxDynamicSharedMemorySize = hipFuncAttributeMaxDynamicSharedMemorySize;
+#define __grid_constant__
 
 // bf16 is the upper half of an fp32; older HIP has no type of its own for it.
 struct __nv_bfloat16 {
@@ -25,6 +28,8 @@ __device__ __forceinline__ float __bfloat162float(__nv_bfloat16 x) { return __ui
 #define __shfl_xor_sync(mask, value, distance, width) __shfl_xor(value, distance, width)
 #define __shfl_up_sync(mask, value, distance, width) __shfl_up(value, distance, width)
 #define __shfl_sync(mask, value, lane, width) __shfl(value, lane, width)
+// True when one of the wavefront's lanes is, which may be more than the 32 that ask.
+#define __any_sync(mask, predicate) __any(predicate)
 __device__ __forceinline__ void __syncwarp() {
     __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
     __builtin_amdgcn_wave_barrier();

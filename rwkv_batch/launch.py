@@ -5,7 +5,8 @@ nothing and waits for nothing, so that a CUDA graph can capture it.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class Launcher:
     def __init__(self, library: ctypes.CDLL, device: torch.device | str):
         self.library = library
         self.device = torch.device(device)
+        self.digest = Path(library._name).stem  # of compiler, flags and sources
         self.stream = 0
 
     def use_current_stream(self) -> None:
@@ -43,6 +45,27 @@ class Launcher:
         error = function(*arguments, self.stream)
         if error:
             raise KernelLaunchFailed(f"{function.__name__} failed with CUDA error {error}")
+
+    def time(self, run: Callable[[], object], rounds: int = 4) -> float:
+        """Return the milliseconds of `run`'s launches, replayed as a CUDA graph; infinity when they cannot be captured."""
+        keep, graph = self.stream, torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(self.device)):
+                self.use_current_stream()
+                run()
+        except RuntimeError:
+            return float("inf")
+        finally:
+            self.stream = keep
+        times = []
+        for _ in range(rounds):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return min(times[1:])
 
 
 def check(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> None:

@@ -14,11 +14,12 @@ from rwkv_batch.weights import Weights
 
 
 class Model:
-    """Weights and the ops that run them. `ops` is `reference`, or a supplier of kernels with the same names."""
+    """Weights and the ops that run them. `ops` is `reference`, or anything with the same names, such as `KernelOps`."""
 
-    def __init__(self, weights: Weights, ops: ModuleType = reference):
+    def __init__(self, weights: Weights, ops: ModuleType = reference, ops_name: str = "reference"):
         self.weights = weights
         self.ops = ops
+        self.ops_name = ops_name
 
     @torch.inference_mode()
     def forward(

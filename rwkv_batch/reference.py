@@ -182,7 +182,7 @@ def shift_mix(x: torch.Tensor, mix: torch.Tensor, shift: torch.Tensor, rows: Row
     """
     kept = shift[rows.slot_index]
     if rows.is_decode:
-        mixed = torch.lerp(x, kept, mix)
+        mixed = torch.lerp(x, kept.to(x.dtype), mix)
         if isinstance(rows.slot_index, slice):
             kept.copy_(x)
         else:

@@ -78,3 +78,13 @@ class State:
         self.shift[:, :, slot] = snapshot.shift
         self.wkv[:, slot] = snapshot.wkv
         self.elapsed[slot] = snapshot.elapsed
+
+    def put_many(self, slots: Sequence[int], snapshot: Snapshot) -> None:
+        """Overwrite several slots with one snapshot, with as many launches as for one; ValueError as `put`."""
+        self.put(slots[0], snapshot)
+        if len(slots) > 1:
+            rest = torch.as_tensor(slots[1:], dtype=torch.int64, device=self.shift.device)
+            self.shift[:, :, rest] = self.shift[:, :, slots[0]].unsqueeze(2)
+            self.wkv[:, rest] = self.wkv[:, slots[0]].unsqueeze(1)
+            for slot in slots[1:]:
+                self.elapsed[slot] = snapshot.elapsed

@@ -112,9 +112,9 @@ class Layer:
     ffn_value: torch.Tensor  # [F, C]
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(t.nbytes for t in (getattr(self, f.name) for f in fields(self)) if t is not None)
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        return [t for t in (getattr(self, f.name) for f in fields(self)) if t is not None]
 
     @cached_property
     def receptance(self) -> torch.Tensor:
@@ -161,7 +161,7 @@ class Weights:
     def num_bytes(self) -> int:
         """Bytes of all tensors kept."""
         own = (self.embedding, self.head, self.ln_out_weight, self.ln_out_bias)
-        return sum(t.nbytes for t in own) + sum(layer.num_bytes for layer in self.layers)
+        return sum(t.nbytes for t in own) + sum(t.nbytes for layer in self.layers for t in layer.tensors)
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
@@ -226,9 +226,8 @@ def from_tensors(
         embedding = take("emb.weight")
         for chunk in embedding.split(4096):  # in place, so that no second table is needed
             chunk.copy_(torch.nn.functional.layer_norm(chunk.float(), (shape.width,), *ln0, 1e-5))
-        head = take("head.weight")
-        output_ids = _output_ids(head, valid_ids, name)
-        head = _keep_rows(head, output_ids)
+        output_ids = _output_ids(tensors["head.weight"], valid_ids, name, device)
+        head = _keep_rows(take("head.weight"), output_ids)
         return Weights(
             shape=shape,
             dtype=dtype,
@@ -380,18 +379,20 @@ def fingerprint_of(tensors: dict[str, torch.Tensor]) -> str:
         digest.update(f"{key}{list(_without_ones(tensor.shape))}{tensor.dtype}".encode())
         flat = tensor.reshape(-1)
         stretches = max(1, min(64, flat.numel() // 512))
-        for i in range(stretches):
-            start = i * (flat.numel() // stretches)
-            digest.update(flat[start : start + 512].contiguous().view(torch.uint8).numpy())
+        starts = (i * (flat.numel() // stretches) for i in range(stretches))
+        sample = torch.cat([flat[start : start + 512] for start in starts])
+        digest.update(sample.cpu().view(torch.uint8).numpy())
     return digest.hexdigest()[:32]
 
 
-def _output_ids(head: torch.Tensor, valid_ids: Callable[[int], Iterable[int]] | None, name: str) -> torch.Tensor:
+def _output_ids(
+    head: torch.Tensor, valid_ids: Callable[[int], Iterable[int]] | None, name: str, device: torch.device
+) -> torch.Tensor:
     """Return the ids worth a logit, ascending: the tokenizer has them and their head row is not all zero."""
-    used = torch.cat([chunk.abs().amax(1) > 0 for chunk in head.split(4096)])
+    used = torch.cat([chunk.to(device).abs().amax(1) > 0 for chunk in head.split(4096)])
     if valid_ids is not None:
-        valid = torch.zeros(head.shape[0], dtype=torch.bool, device=head.device)
-        valid[torch.tensor(list(valid_ids(head.shape[0])), dtype=torch.int64, device=head.device)] = True
+        valid = torch.zeros(head.shape[0], dtype=torch.bool, device=device)
+        valid[torch.tensor(list(valid_ids(head.shape[0])), dtype=torch.int64, device=device)] = True
         used &= valid
     ids = used.nonzero().flatten()
     if ids.numel() == 0:

@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""Speed of the engine on one GPU: decode and prefill ladders, forward alone and with sampling inside.
+
+    python bench/engine.py --size 7.2b [--batches 1,8,64,320,960] [--prefill 1x1024,32x512] [--out bench/results/engine.json]
+    python bench/engine.py --model-path M.pth
+
+Without a checkpoint the weights are random ones of a published shape whose feed-forward is as sparse as a trained model's
+(`bench/synth_checkpoint.py`). Every row has its own prompt. Decode is one CUDA graph replay a step, as in the server; the
+median of --iters replays is given, timed with events. "forward" is the graph without the sampler, "engine" the server's own
+graph with it (temperature 1, top_k 50, top_p 0.6). The roofline counts, for a step, the weights read once or the products'
+time, whichever is longer, and the state read and written once; for a prefill the products alone.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from bench.synth_checkpoint import SIZES, synth
+from rwkv_batch import __version__, assembly, kernels
+from rwkv_batch import weights as weights_module
+from rwkv_batch.config import Config
+from rwkv_batch.reference import Rows
+from sampling.params import SamplingParams
+
+COPY_BYTES, FLOPS = 4.29e12, 758e12  # device copy and dense fp16 product, measured on an H200
+WARM_UP = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="0.1b")
+    parser.add_argument("--model-path")
+    parser.add_argument("--batches", default="1,2,4,8,16,32,64,128,256,320,512,960")
+    parser.add_argument("--prefill", default="1x128,1x1024,1x4096,8x1024,32x512")
+    parser.add_argument("--wkv-state", choices=("fp16", "fp32"), default="fp16")
+    parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument("--out", help="write the figures to this file, beside those of other sizes already there")
+    args = parser.parse_args()
+    batches = [int(batch) for batch in args.batches.split(",") if batch]
+    prefills = [tuple(map(int, shape.split("x"))) for shape in args.prefill.split(",") if shape]
+    bench = Bench(args, batches, prefills)
+    rows = [bench.decode(batch) for batch in batches] + [bench.prefill(*shape) for shape in prefills]
+    for row in rows:
+        print("  ".join(f"{key} {value:,.5g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()))
+    print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, load {bench.load_seconds:.1f} s")
+    if args.out:
+        bench.write(Path(args.out), rows)
+
+
+class Bench:
+    """One model on the GPU, and its engine."""
+
+    def __init__(self, args: argparse.Namespace, batches: list[int], prefills: list[tuple[int, int]]):
+        self.args = args
+        self.device = torch.device("cuda", 0)
+        name = args.model_path or f"random {args.size}"
+        if args.model_path:
+            tensors = weights_module.read_file(Path(args.model_path))
+        else:
+            tensors = synth(args.size, device="cuda", place="cuda")
+        started = time.monotonic()
+        weights = weights_module.from_tensors(tensors, name=name, dtype=torch.float16, device=self.device)
+        torch.cuda.synchronize()
+        self.load_seconds = time.monotonic() - started
+        slots = max([*batches, *(count for count, _ in prefills)])
+        tokens = max([count * length for count, length in prefills] + [slots])
+        config = Config(ops="kernels", wkv_state=args.wkv_state)
+        self.engine = assembly.build_engine(
+            config, weights, slots, max_tokens=tokens, library=kernels.library(), graph_sizes=batches or [slots]
+        )
+        self.model, self.state = self.engine.model, self.engine.state
+        self.name = name
+        generator = torch.Generator(device=self.device).manual_seed(1)
+        self.tokens = torch.randint(1, 60000, (tokens,), generator=generator, device=self.device)
+        params = SamplingParams(temperature=1.0, top_k=50, top_p=0.6, ignore_eos=True)
+        self.engine.sampler.start_many(list(range(slots)), [params] * slots, list(range(slots)))
+        self.state.clear(list(range(slots)))
+        self.state.last_ids.copy_(self.tokens[:slots])
+        for start in range(0, slots, 64):  # states of real use: after a prompt each
+            some = list(range(start, min(start + 64, slots)))
+            length = max(1, min(32, tokens // len(some)))
+            self.model.forward(self.tokens[: length * len(some)], Rows(some, [length] * len(some), self.device), self.state)
+
+    def decode(self, batch: int) -> dict:
+        """Return the figures of one batch size."""
+        slots = torch.arange(batch, device=self.device)
+        rows = Rows.decoding(slots)
+        with torch.inference_mode():
+            self.model.forward(None, rows, self.state)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = self.model.forward(None, rows, self.state)
+        forward = self._median(graph.replay)
+        finite = bool(torch.isfinite(logits).all())
+        host_slots = list(range(batch))
+        engine = self._median(lambda: self.engine.graphs.replay(host_slots))
+        floor = self._decode_floor(batch)
+        return {
+            "decode": batch, "forward_ms": forward, "forward_tok_s": batch / forward * 1e3,
+            "engine_tok_s": batch / engine * 1e3, "engine_of_forward": forward / engine,
+            "of_roofline": floor / forward, "finite": finite,
+        }  # fmt: skip
+
+    def prefill(self, count: int, length: int) -> dict:
+        """Return the figures of `count` prompts of `length` tokens, logits of their last tokens included."""
+        slots = list(range(count))
+        rows = Rows(slots, [length] * count, self.device)
+        tokens = self.tokens[: count * length]
+
+        def run() -> None:
+            self.state.clear(slots)
+            self.model.forward(tokens, rows, self.state)
+
+        seconds = self._median(run)
+        flops = 2 * count * length * (sum(p.numel() for p in self._matrices()) - self.model.weights.head.numel())
+        floor = flops / FLOPS * 1e3
+        return {
+            "prefill": f"{count}x{length}", "ms": seconds, "tok_s": count * length / seconds * 1e3,
+            "of_roofline": floor / seconds,
+        }  # fmt: skip
+
+    def write(self, file: Path, rows: list[dict]) -> None:
+        """Put the figures under the model's name into the file."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        content = json.loads(file.read_text()) if file.exists() else {}
+        content[self.name] = {
+            "date": date.today().isoformat(), "device": torch.cuda.get_device_name(0), "torch": torch.__version__,
+            "cuda": torch.version.cuda, "rwkv_batch": __version__, "kernels": kernels.Toolchain.cuda().digest("sm_90a"),
+            "wkv_state": self.args.wkv_state, "load_seconds": self.load_seconds,
+            "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30, "rows": rows,
+        }  # fmt: skip
+        file.write_text(json.dumps(content, indent=1) + "\n")
+
+    def _median(self, run) -> float:
+        times = []
+        for _ in range(WARM_UP + self.args.iters):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return statistics.median(times[WARM_UP:])
+
+    def _matrices(self) -> list[torch.Tensor]:
+        weights = self.model.weights
+        layers = [t for layer in weights.layers for t in layer.tensors if t.dtype == torch.float16]
+        return [weights.head, *layers]
+
+    def _decode_floor(self, batch: int) -> float:
+        """Milliseconds."""
+        weights = sum(t.numel() for t in self._matrices())
+        state = 2 * batch * (self.state.wkv[:, 0].nbytes + self.state.shift[:, :, 0].nbytes)
+        return (max(2 * weights / COPY_BYTES, 2 * batch * weights / FLOPS) + state / COPY_BYTES) * 1e3
+
+
+if __name__ == "__main__":
+    main()

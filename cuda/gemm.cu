@@ -1,0 +1,500 @@
+// out[n, m] = sum over k of W[m, k] x[n, k] for few to many rows n, by Hopper's wgmma with the weights as its 64-high operand.
+//
+// A tile is BM rows of W by BN rows of x. One warp keeps a ring of shared-memory stages full through the copy engine (TMA,
+// 128-byte swizzle), 64 values of k a stage; a warpgroup for every 64 weight rows multiplies and keeps fp32 sums in registers.
+// Where there are too few tiles for the device, a cluster of `split` thread blocks shares a tile, each summing a part of k; then
+// each gets the others' sums for its part of the rows of x into shared memory and adds them in the order of k. A row's result
+// depends on neither its position nor the other rows, nor on how many there are while `split` stays the same.
+//
+// With programmatic dependent launch the first stages of weights are on their way before the preceding kernel has ended.
+#include "launch.cuh"
+
+#include <cuda.h>
+
+#include <algorithm>
+
+namespace rwkv {
+namespace {
+
+constexpr int BK = 64;  // k of a stage: 128 bytes, the width of a swizzled row
+constexpr int MAX_STAGES = 16;
+constexpr int MAX_SPLIT = 8;        // thread blocks of a cluster on every device
+constexpr int HALF_PITCH = 64 + 8;  // fp16 row of the staged output of one warpgroup: 16 bytes apart modulo 128
+
+struct Shape {
+    __half* out;  // [batch, N, M]
+    int N, M, k_blocks, m_tiles, n_tiles, batch, split, log_split, stages;
+    bool transposed, relu_square;
+};
+
+// Thread blocks of wide tiles have a whole loading warpgroup, whose registers the others get; else one loading warp.
+constexpr int threads(int bm, int bn) { return bm * 2 + (bn <= 64 ? 32 : 128); }
+__host__ __device__ constexpr int stage_bytes(int bm, int bn) { return (bm + bn) * BK * 2; }
+__host__ __device__ constexpr int epilogue_tokens(int bn) { return bn < 64 ? bn : 64; }
+__host__ __device__ constexpr int float_pitch(int bm) { return bm + 4; }  // fp32 row of the partial sums
+constexpr int shared_bytes(int bm, int bn, int split, int stages) {
+    const int staged = split > 1 ? float_pitch(bm) * 4 : bm / 64 * HALF_PITCH * 2;  // for each row of x
+    return 1024 + stages * stage_bytes(bm, bn) + epilogue_tokens(bn) * staged;
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void init_barrier(uint64_t* barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
+}
+__device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// The address of the same place in a thread block of the cluster.
+__device__ __forceinline__ uint32_t address_in(int rank, const void* p) {
+    uint32_t remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(p)), "r"(rank));
+    return remote;
+}
+// Arrive at this barrier of a thread block of the cluster; says nothing of what this thread wrote.
+__device__ __forceinline__ void arrive_at(uint64_t* barrier, int rank) {
+    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(rank, barrier)) : "memory");
+}
+__device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+// All threads of a cluster meet, without a promise about memory.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+__device__ __forceinline__ void sync_threads(int barrier, int count) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+constexpr uint64_t READ_ONCE = 0x12F0000000000000, READ_AGAIN = 0x1000000000000000;  // L2 policies evict_first, evict_normal
+
+// Copy the box at (c0, c1, c2[, c3]) of a tensor map into shared memory; its bytes count towards `barrier`.
+__device__ __forceinline__ void copy_box(
+    void* to, const CUtensorMap& map, uint64_t* barrier, uint64_t policy, int c0, int c1, int c2
+) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
+        : "memory");
+}
+__device__ __forceinline__ void copy_box(
+    void* to, const CUtensorMap& map, uint64_t* barrier, uint64_t policy, int c0, int c1, int c2, int c3
+) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy)
+        : "memory");
+}
+
+// Copy to the place `to` of a thread block of the cluster; the bytes count towards `barrier` there.
+__device__ __forceinline__ void copy_to_block(int rank, const void* to, const void* from, int bytes, uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            address_in(rank, to)
+        ),
+        "r"(shared_address(from)), "r"(bytes), "r"(address_in(rank, barrier))
+        : "memory");
+}
+
+// What wgmma wants to know of an operand in shared memory: address, 128-byte swizzle, 8 rows of 128 bytes after one another.
+__device__ __forceinline__ uint64_t describe(const void* tile) {
+    const uint64_t units = 1024 / 16;
+    return (shared_address(tile) & 0x3ffff) / 16 | units << 16 | units << 32 | uint64_t(1) << 62;
+}
+
+// sums [64, BN] (+)= a [64, 16] b [BN, 16]^T, both in shared memory; TRANSPOSED: a is stored [16, 64].
+template <int BN, bool TRANSPOSED>
+struct Wgmma;
+
+// The operand lists: %0 to %(BN / 2 - 1) are the sums.
+#define S8 "%0,%1,%2,%3"
+#define S16 S8 ",%4,%5,%6,%7"
+#define S32 S16 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define S64 S32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define S96 S64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define S128 S96 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define S160 S128 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define S208 S160 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103"
+#define S256 \
+    S208 ",%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define F4(i) "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3])
+#define F8(i) F4(i), F4(i + 4)
+#define F16(i) F8(i), F8(i + 8)
+#define F32(i) F16(i), F16(i + 16)
+#define F64(i) F32(i), F32(i + 32)
+#define DEFINE_WGMMA(BN, A, B, ADD, TRANS, ...)                                                                        \
+    template <bool TRANSPOSED>                                                                                         \
+    struct Wgmma<BN, TRANSPOSED> {                                                                                     \
+        static __device__ __forceinline__ void multiply(float (&s)[BN / 2], uint64_t a, uint64_t b, int add) {         \
+            asm volatile(                                                                                              \
+                "{ .reg .pred add; setp.ne.b32 add, %" #ADD ", 0;\n"                                                   \
+                "wgmma.mma_async.sync.aligned.m64n" #BN "k16.f32.f16.f16 {" S##BN "}, %" #A ", %" #B                   \
+                ", add, 1, 1, %" #TRANS ", 0; }"                                                                       \
+                : __VA_ARGS__                                                                                          \
+                : "l"(a), "l"(b), "r"(add), "n"(int(TRANSPOSED)));                                                     \
+        }                                                                                                              \
+    };
+DEFINE_WGMMA(8, 4, 5, 6, 7, F4(0))
+DEFINE_WGMMA(16, 8, 9, 10, 11, F8(0))
+DEFINE_WGMMA(32, 16, 17, 18, 19, F16(0))
+DEFINE_WGMMA(64, 32, 33, 34, 35, F32(0))
+DEFINE_WGMMA(128, 64, 65, 66, 67, F64(0))
+DEFINE_WGMMA(160, 80, 81, 82, 83, F64(0), F16(64))
+DEFINE_WGMMA(256, 128, 129, 130, 131, F64(0), F64(64))
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// max(a, 0)^2 that fits into fp16; NaN stays.
+__device__ __forceinline__ float relu_squared(float a) {
+    a = a < 0.f ? 0.f : a * a;
+    return a > 65504.f ? 65504.f : a;
+}
+// Two results as fp16.
+__device__ __forceinline__ uint32_t finish(float a, float b, bool relu_square) {
+    const __half2 pair = relu_square ? __floats2half2_rn(relu_squared(a), relu_squared(b)) : __floats2half2_rn(a, b);
+    return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// A thread block's part of the work: every `stride`-th tile from `first`, k blocks k0 to k0 + steps - 1 of each.
+struct Work {
+    int part, first, stride, tiles, k0, steps;
+    __device__ explicit Work(const Shape& p) {
+        part = blockIdx.x & (p.split - 1);
+        first = blockIdx.x >> p.log_split, stride = gridDim.x >> p.log_split;
+        tiles = p.m_tiles * p.n_tiles * p.batch;
+        k0 = part * p.k_blocks >> p.log_split;
+        steps = ((part + 1) * p.k_blocks >> p.log_split) - k0;
+    }
+};
+struct Tile {
+    int m, n = 0, batch = 0;  // first weight row, first row of x
+    __device__ Tile(int tile, const Shape& p, int bm, int bn) {
+        if (p.n_tiles > 1) n = tile % p.n_tiles * bn, tile /= p.n_tiles;
+        if (p.batch > 1) batch = tile / p.m_tiles, tile %= p.m_tiles;
+        m = tile * bm;
+    }
+};
+
+struct Ring {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void advance(int stages) {
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+};
+
+struct Barriers {
+    uint64_t full[MAX_STAGES], empty[MAX_STAGES], shown, seen;  // shown: the others' sums are here; seen: were read
+};
+
+// The loading warp, of which one thread works.
+template <int BM, int BN>
+__device__ __forceinline__ void load(
+    const CUtensorMap& w_map, const CUtensorMap& x_map, const Shape& p, const Work& work, char* stages, Barriers& barriers
+) {
+    const uint64_t w_policy = p.n_tiles == 1 ? READ_ONCE : READ_AGAIN;
+    auto load_w = [&](int stage, const Tile& tile, int k) {
+        expect_bytes(&barriers.full[stage], stage_bytes(BM, BN));
+        char* to = stages + stage * stage_bytes(BM, BN);
+        if (p.transposed)
+            copy_box(to, w_map, &barriers.full[stage], w_policy, 0, k * BK, tile.m / 64, tile.batch);
+        else
+            copy_box(to, w_map, &barriers.full[stage], w_policy, k * BK, tile.m, tile.batch);
+    };
+    auto load_x = [&](int stage, const Tile& tile, int k) {
+        char* to = stages + stage * stage_bytes(BM, BN) + BM * BK * 2;
+        copy_box(to, x_map, &barriers.full[stage], READ_AGAIN, k * BK, tile.n, tile.batch);
+    };
+    const bool leads = threadIdx.x % 32 == 0;
+    const int early = min(p.stages, work.steps);
+    const Tile first(work.first, p, BM, BN);
+#pragma unroll 1
+    for (int i = 0; leads && i < early; i++) load_w(i, first, work.k0 + i);
+    // The next kernel may ask for its weights when all of this one's are asked for.
+    const bool all = early == work.steps && work.first + work.stride >= work.tiles;
+    if (all) release_next();
+    __syncwarp();
+    __syncthreads();
+    if (p.split > 1) cluster_wait();
+    if (!leads) return;
+    wait_for_previous();
+#pragma unroll 1
+    for (int i = 0; i < early; i++) load_x(i, first, work.k0 + i);
+
+    Ring ring{early % p.stages, early / p.stages};
+    for (int t = work.first; t < work.tiles; t += work.stride) {
+        const Tile tile(t, p, BM, BN);
+#pragma unroll 1
+        for (int i = t == work.first ? early : 0; i < work.steps; i++) {
+            wait(&barriers.empty[ring.stage], ring.parity ^ 1);
+            load_w(ring.stage, tile, work.k0 + i);
+            load_x(ring.stage, tile, work.k0 + i);
+            ring.advance(p.stages);
+        }
+    }
+    if (!all) release_next();
+}
+
+// One warpgroup's sums of a tile, over this thread block's part of k.
+template <int BM, int BN, bool TRANSPOSED>
+__device__ __forceinline__ void accumulate(
+    float (&sums)[BN / 2], const Shape& p, const Work& work, const char* stages, Barriers& barriers, Ring& ring
+) {
+    const int group = threadIdx.x / 128;
+    auto release = [&](int stage) {
+        if (threadIdx.x % 32 == 0) arrive(&barriers.empty[stage]);
+    };
+    int last = 0;
+#pragma unroll 1
+    for (int i = 0; i < work.steps; i++) {
+        wait(&barriers.full[ring.stage], ring.parity);
+        const char* const stage = stages + ring.stage * stage_bytes(BM, BN);
+        const uint64_t a = describe(stage + group * 64 * BK * 2), b = describe(stage + BM * BK * 2);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < BK / 16; k++)
+            Wgmma<BN, TRANSPOSED>::multiply(sums, a + k * (TRANSPOSED ? 128 : 2), b + k * 2, i + k > 0);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (i > 0) release(last);
+        last = ring.stage;
+        ring.advance(p.stages);
+    }
+    wgmma_wait<0>();
+    release(last);
+}
+
+// Write one warpgroup's sums of 64 weight rows as fp16, 64 rows of x at a time through shared memory.
+template <int BM, int BN>
+__device__ __forceinline__ void store(const float (&sums)[BN / 2], const Shape& p, const Tile& tile, char* space) {
+    constexpr int TOKENS = epilogue_tokens(BN);
+    const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    __half* const staged = reinterpret_cast<__half*>(space) + group * TOKENS * HALF_PITCH;
+    const int m0 = tile.m + group * 64;
+#pragma unroll
+    for (int n0 = 0; n0 < BN; n0 += TOKENS) {
+        sync_threads(1 + group, 128);
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; j++) {
+            if (n0 + j * 8 >= BN) break;
+            const float* s = sums + (n0 / 8 + j) * 4;
+            // Fragments are [m, n]; the transposing store writes rows of 8 neighbouring m.
+            __half* to = staged + (j * 8 + lane % 8) * HALF_PITCH + warp * 16 + lane / 8 % 2 * 8;
+            asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(to)),
+                         "r"(finish(s[0], s[1], p.relu_square)), "r"(finish(s[2], s[3], p.relu_square))
+                         : "memory");
+        }
+        sync_threads(1 + group, 128);
+#pragma unroll
+        for (int i = threadIdx.x % 128; i < TOKENS * 8; i += 128) {
+            const int n = n0 + i / 8, row = tile.n + n;
+            if (n < BN && row < p.N && m0 < p.M)
+                *reinterpret_cast<uint4*>(p.out + (size_t(tile.batch) * p.N + row) * p.M + m0 + i % 8 * 8) =
+                    *reinterpret_cast<const uint4*>(staged + i / 8 * HALF_PITCH + i % 8 * 8);
+        }
+    }
+}
+
+// Add the sums of the blocks that split k, in its order, and write them: each block an equal part of the rows of x, 64 rows at a
+// time. This block's sums go where the stages were.
+template <int BM, int BN>
+__device__ __forceinline__ void store_shared(
+    const float (&sums)[BN / 2], const Shape& p, const Tile& tile, char* stages, char* space, const Work& work, Barriers& barriers
+) {
+    constexpr int TOKENS = epilogue_tokens(BN), PITCH = float_pitch(BM), WIDTH = BM / 4;
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    float *const own = reinterpret_cast<float*>(stages), *const others = reinterpret_cast<float*>(space);
+    sync_threads(1, BM * 2);  // all of the stages are used up
+#pragma unroll
+    for (int j = 0; j < BN / 8; j++) {
+        const float* s = sums + j * 4;
+        float* to = own + (j * 8 + lane % 4 * 2) * PITCH + warp * 16 + lane / 4;
+        to[0] = s[0], to[PITCH] = s[1], to[8] = s[2], to[PITCH + 8] = s[3];
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    sync_threads(1, BM * 2);
+#pragma unroll 1
+    for (int n0 = 0, round = 0; n0 < BN && tile.n + n0 < p.N; n0 += TOKENS, round++) {
+        const int tokens = min(TOKENS, BN - n0) >> p.log_split, bytes = tokens * PITCH * 4;
+        if (thread < p.split) {
+            if (round > 0) wait(&barriers.seen, (round - 1) & 1);
+            if (thread == work.part)
+                expect_bytes(&barriers.shown, (p.split - 1) * bytes);
+            else
+                copy_to_block(
+                    thread, others + work.part * tokens * PITCH, own + (n0 + thread * tokens) * PITCH, bytes,
+                    &barriers.shown
+                );
+        }
+        wait(&barriers.shown, round & 1);
+        const float* const mine = own + (n0 + work.part * tokens) * PITCH;
+#pragma unroll 1
+        for (int i = thread; i < tokens * WIDTH; i += BM * 2) {
+            const int n = i / WIDTH, m = i % WIDTH * 4, row = tile.n + n0 + work.part * tokens + n;
+            if (row >= p.N || tile.m + m >= p.M) continue;
+            float4 sum{};
+#pragma unroll
+            for (int part = 0; part < MAX_SPLIT; part++) {
+                if (part >= p.split) break;
+                const float* from = part == work.part ? mine : others + part * tokens * PITCH;
+                const float4 v = *reinterpret_cast<const float4*>(from + n * PITCH + m);
+                sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+            }
+            *reinterpret_cast<uint2*>(p.out + (size_t(tile.batch) * p.N + row) * p.M + tile.m + m) =
+                make_uint2(finish(sum.x, sum.y, p.relu_square), finish(sum.z, sum.w, p.relu_square));
+        }
+        if (n0 + TOKENS < BN && tile.n + n0 + TOKENS < p.N) {
+            sync_threads(1, BM * 2);
+            if (thread < p.split) arrive_at(&barriers.seen, thread);
+        }
+    }
+}
+
+#endif
+
+template <int BM, int BN>
+__global__ void __launch_bounds__(threads(BM, BN), BN <= 64 ? 2 : 1)
+    gemm(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map, const Shape p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ char memory[];
+    __shared__ Barriers barriers;
+    constexpr int CONSUMERS = BM * 2;
+    char* const stages = memory + (1024 - shared_address(memory) % 1024) % 1024;
+    char* const space = stages + p.stages * stage_bytes(BM, BN);
+    const Work work(p);
+
+    const bool loads = threadIdx.x / 32 == CONSUMERS / 32, clustered = p.split > 1;
+    if (loads) {
+        const int lane = threadIdx.x % 32;
+        if (lane < p.stages) init_barrier(&barriers.full[lane], 1), init_barrier(&barriers.empty[lane], CONSUMERS / 32);
+        if (lane == 0) init_barrier(&barriers.shown, 1), init_barrier(&barriers.seen, p.split);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        __syncwarp();
+    }
+    if (clustered) cluster_arrive();
+    if (threadIdx.x < CONSUMERS) {
+        if (BN > 64) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        __syncthreads();
+        if (clustered) cluster_wait();  // the others have begun
+        Ring ring;
+        for (int t = work.first; t < work.tiles; t += work.stride) {
+            float sums[BN / 2];
+            if (p.transposed)
+                accumulate<BM, BN, true>(sums, p, work, stages, barriers, ring);
+            else
+                accumulate<BM, BN, false>(sums, p, work, stages, barriers, ring);
+            const Tile tile(t, p, BM, BN);
+            if (p.split == 1)
+                store<BM, BN>(sums, p, tile, space);
+            else
+                store_shared<BM, BN>(sums, p, tile, stages, space, work, barriers);
+        }
+    } else {
+        if (BN > 64) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (loads) {
+            load<BM, BN>(w_map, x_map, p, work, stages, barriers);
+        } else {
+            __syncthreads();
+            if (clustered) cluster_wait();
+        }
+    }
+    if (clustered) {  // this block's memory is read until all have got their sums
+        __syncwarp();
+        cluster_arrive();
+        cluster_wait();
+    }
+#endif
+}
+
+using Kernel = void (*)(CUtensorMap, CUtensorMap, Shape);
+struct Variant {
+    int bm, bn;
+    Kernel kernel;
+};
+template <int BM, int BN>
+constexpr Variant variant() {
+    return {BM, BN, gemm<BM, BN>};
+}
+const Variant VARIANTS[] = {variant<64, 8>(),   variant<64, 16>(),   variant<64, 32>(),   variant<64, 64>(),
+                            variant<64, 128>(), variant<128, 128>(), variant<128, 160>(), variant<128, 256>()};
+
+}  // namespace
+}  // namespace rwkv
+
+// 0 where this library's matrix product runs on the current device, cudaErrorNotSupported elsewhere. Call once per device.
+RWKV_EXPORT int rwkv_gemm_setup() {
+    int device, major, bytes;
+    cudaError_t error = cudaGetDevice(&device);
+    if (!error) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (!error) error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (!error && major != 9) return cudaErrorNotSupported;
+    for (const rwkv::Variant& v : rwkv::VARIANTS)
+        if (!error) error = cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes - 1024);
+    return error;
+}
+
+// Describe a contiguous fp16 tensor, sizes innermost first, and the box that one copy takes of it; `map` has 128 bytes.
+RWKV_EXPORT int rwkv_gemm_map(
+    void* map, void* tensor, int rank, const uint64_t* sizes, const uint64_t* strides, const uint32_t* box
+) {
+    void* encode = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found);
+    if (error || found != cudaDriverEntryPointSuccess) return error ? error : cudaErrorNotSupported;
+    const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
+        static_cast<CUtensorMap*>(map), CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank, tensor, sizes, strides, box, steps,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+    );
+}
+
+// out [batch, N, M] fp16 = x [batch, N, K] times W [batch, M, K] (transposed: [batch, K, M]), as described by their maps.
+// bm, bn: rows of W and of x of a tile, the boxes of their maps; split: see the top, a power of 2; clusters: tiles worked on at
+// once, all where split > 1; overlap: see launch.cuh.
+RWKV_EXPORT int rwkv_gemm(
+    const void* w_map, const void* x_map, void* out, int N, int M, int K, int batch, int transposed, int relu_square, int bm,
+    int bn, int split, int stages, int clusters, int overlap, void* stream
+) {
+    using namespace rwkv;
+    const int log_split = split >= MAX_SPLIT ? 3 : split / 2;  // of 1, 2, 4, 8
+    if (N < 1 || M < 64 || M % 64 || K < split * BK || K % BK || split != 1 << log_split) return cudaErrorInvalidValue;
+    const int fewest = split > 1 ? 3 : 2;  // three hold a tile's sums
+    if (clusters < 1 || stages < fewest || stages > MAX_STAGES) return cudaErrorInvalidValue;
+    for (const Variant& v : VARIANTS) {
+        if (v.bm != bm || v.bn != bn) continue;
+        const int m_tiles = (M + bm - 1) / bm, n_tiles = (N + bn - 1) / bn, tiles = m_tiles * n_tiles * batch;
+        Shape p{static_cast<__half*>(out), N, M, K / BK, m_tiles, n_tiles, batch, split, log_split, stages};
+        p.transposed = transposed, p.relu_square = relu_square;
+        cudaLaunchAttribute attributes[2];
+        attributes[0].id = cudaLaunchAttributeClusterDimension;
+        attributes[0].val.clusterDim = {unsigned(split), 1, 1};
+        attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[1].val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3((split > 1 ? tiles : std::min(clusters, tiles)) * split), config.blockDim = dim3(threads(bm, bn));
+        config.dynamicSmemBytes = shared_bytes(bm, bn, split, stages);
+        config.stream = static_cast<cudaStream_t>(stream);
+        config.attrs = attributes, config.numAttrs = overlap ? 2 : 1;
+        return cudaLaunchKernelEx(
+            &config, v.kernel, *static_cast<const CUtensorMap*>(w_map), *static_cast<const CUtensorMap*>(x_map), p
+        );
+    }
+    return cudaErrorInvalidValue;
+}

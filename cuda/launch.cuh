@@ -1,0 +1,53 @@
+// How kernels are started: in clusters, and overlapping with the kernel before ("programmatic dependent launch").
+#pragma once
+
+#include "common.cuh"
+
+namespace rwkv {
+
+// Waits until the kernels before have finished. Every block of every kernel calls this before it touches what they write or
+// read; what no kernel writes (weights) may be loaded before.
+__device__ __forceinline__ void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Lets the next kernel start, up to its own wait, on multiprocessors that have room.
+__device__ __forceinline__ void release_next() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+struct Launch {
+    dim3 grid, block;
+    cudaStream_t stream;
+    int overlap = 0;  // whether the kernel may start before the one before it has finished
+    int cluster = 1;  // blocks along x that share a cluster
+    int shared = 0;   // bytes of dynamic shared memory
+};
+
+template <class... Parameters>
+cudaError_t start(void (*kernel)(Parameters...), const Launch& how, Parameters... arguments) {
+    if (how.grid.x == 0 || how.grid.y == 0) return cudaSuccess;
+#ifdef RWKV_HIP
+    kernel<<<how.grid, how.block, how.shared, how.stream>>>(arguments...);
+    return cudaGetLastError();
+#else
+    cudaLaunchAttribute attributes[2];
+    cudaLaunchConfig_t config = {how.grid, how.block, size_t(how.shared), how.stream, attributes, 0};
+    if (how.overlap) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (how.cluster > 1) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attributes[config.numAttrs].val.clusterDim.x = how.cluster;
+        attributes[config.numAttrs].val.clusterDim.y = 1;
+        attributes[config.numAttrs++].val.clusterDim.z = 1;
+    }
+    return cudaLaunchKernelEx(&config, kernel, arguments...);
+#endif
+}
+
+}  // namespace rwkv

@@ -1,0 +1,893 @@
+// The matrix products that no library does well: few tokens, the low-rank pairs, and the sparse half of the channel mix.
+//
+// All products are out[n, j] = activation(bias[j] + sum_k x[n, k] weight[j, k]) with fp16 operands and fp32 sums, several
+// matrices to a launch. Sums have a fixed order that depends on the shapes alone, so a token's result depends neither on the
+// other tokens nor on its place; up to 16 tokens it does not depend on their number either.
+//
+//   stream_weights  up to 16 tokens, K up to 4096 (Hopper): bulk copies of weights keep the memory busy at all times
+//   few_ranks       up to 16 tokens, K up to 512
+//   many_tokens     more than 16 tokens (Hopper)
+//   few_tokens      all other cases
+//   sparse_project  the sparse half of the channel mix
+//
+// Split sums are put together inside a cluster of blocks, in the order of their ranks. Devices without clusters do not split.
+// Programmatic dependent launch: weights are fetched before griddepcontrol.wait, all else is touched after it.
+
+#include "launch.cuh"
+
+#include <cooperative_groups.h>
+
+namespace rwkv {
+namespace {
+
+namespace cg = cooperative_groups;
+
+constexpr float FP16_MAX = 65504.f;
+constexpr int ROWS = 8;    // of the weights, to a tile of the kernels for few tokens
+constexpr int STEP = 32;   // values of k that four lanes read with one 16-byte load each
+constexpr int WARPS = 8;   // that multiply, to a block of these kernels
+constexpr int MAX_FEW = 16;  // tokens
+constexpr int CLUSTER = 8;
+
+enum Activation : int { NONE = 0, RELU_SQUARE = 1, TANH = 2, SIGMOID = 3 };
+
+struct Product {
+    const __half* x;       // [N, K], rows x_stride apart
+    const __half* weight;  // [rows, K]
+    const float* bias;     // [rows] or null
+    void* out;             // [N, rows], rows out_stride apart; fp32 when `wide`, else fp16
+    int x_stride;
+    int out_stride;
+    int rows;
+    int width;  // K, a multiple of STEP
+    int activation;
+    bool wide;
+};
+constexpr int MAX_PRODUCTS = 7;
+struct Products {
+    int first_tile[MAX_PRODUCTS + 1] = {};  // of each product among the tiles of all
+    int tiles = 0;
+    int count = 0;
+    int num_tokens = 0;
+    Product item[MAX_PRODUCTS];
+
+    void add(const Product& product, int tile_rows) {
+        first_tile[count] = tiles;
+        item[count++] = product;
+        tiles += (product.rows + tile_rows - 1) / tile_rows;
+        for (int i = count; i <= MAX_PRODUCTS; i++) first_tile[i] = tiles;
+    }
+    __device__ __forceinline__ int of(int tile) const {
+        int i = 0;
+#pragma unroll
+        for (int j = 1; j < MAX_PRODUCTS; j++) i += tile >= first_tile[j];
+        return i;
+    }
+};
+
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ void init_barrier(uint64_t* barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
+}
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+// All blocks of the cluster have started, and published their barriers, once this pair is through.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Store into the shared memory of a block of the cluster, where the bytes count towards its `barrier`.
+__device__ __forceinline__ void send(float* to, float value, uint64_t* barrier, int rank) {
+    asm volatile(
+        "{ .reg .b32 to, barrier;\n"
+        "mapa.shared::cluster.u32 to, %0, %3;\n"
+        "mapa.shared::cluster.u32 barrier, %2, %3;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %1, [barrier]; }" ::"r"(shared_address(to)),
+        "r"(__float_as_int(value)), "r"(shared_address(barrier)), "r"(rank)
+        : "memory");
+}
+#endif
+
+// Weights pass by once: they stay out of L1.
+__device__ __forceinline__ uint4 load_weights(const __half* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+
+// The same, or zeros when not `wanted`; no branch, so that many are under way at once.
+__device__ __forceinline__ uint4 load_weights_if(const __half* p, bool wanted) {
+    uint4 v;
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0;\n"
+        "mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+        "@wanted ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+        : "l"(p), "r"(int(wanted)));
+    return v;
+}
+
+// c [16, 8] += a [16, 16] b [16, 8].
+__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ float activate(int activation, float v) {
+    if (activation == RELU_SQUARE) {
+        v = fmaxf(v, 0.f);
+        return fminf(v * v, FP16_MAX);
+    }
+    if (activation == TANH) return tanhf(v);
+    if (activation == SIGMOID) return __fdividef(1.f, 1.f + __expf(-v));
+    return v;
+}
+
+__device__ __forceinline__ float bias_of(const Product& p, int row) { return p.bias ? p.bias[min(row, p.rows - 1)] : 0.f; }
+
+// Activates and stores COUNT neighbouring sums of a token.
+template <int COUNT>
+__device__ __forceinline__ void store(const Product& p, int token, int row, float (&v)[COUNT]) {
+    const int64_t at = int64_t(token) * p.out_stride + row;
+    alignas(16) __half halves[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        v[i] = activate(p.activation, v[i]);
+        halves[i] = __float2half_rn(v[i]);
+    }
+    if (row + COUNT > p.rows || p.out_stride % COUNT) {
+        for (int i = 0; i < COUNT && row + i < p.rows; i++) {
+            if (p.wide) static_cast<float*>(p.out)[at + i] = v[i];
+            else static_cast<__half*>(p.out)[at + i] = halves[i];
+        }
+    } else if (p.wide) {
+        float* out = static_cast<float*>(p.out) + at;
+        if constexpr (COUNT == 2) *reinterpret_cast<float2*>(out) = make_float2(v[0], v[1]);
+        else
+#pragma unroll
+            for (int i = 0; i < COUNT; i += 4) *reinterpret_cast<float4*>(out + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+    } else {
+        __half* out = static_cast<__half*>(p.out) + at;
+        if constexpr (COUNT == 2) *reinterpret_cast<uint32_t*>(out) = *reinterpret_cast<uint32_t*>(halves);
+        if constexpr (COUNT == 4) *reinterpret_cast<uint2*>(out) = *reinterpret_cast<uint2*>(halves);
+        if constexpr (COUNT == 8) *reinterpret_cast<uint4*>(out) = *reinterpret_cast<uint4*>(halves);
+    }
+}
+
+constexpr int DEPTH = 8;  // loads that a lane keeps in flight
+
+// 8 * HALVES tokens to a block. SPLIT warps share the K of a tile of 8 rows of weights; a block has 8 / SPLIT tiles at a time.
+//
+// A lane's 16 bytes are eight values of k of one row; the fragments of two mma take four each. That permutes k, the same way
+// for x and weights. The loads run DEPTH steps ahead of their use, across the borders of tiles.
+template <int HALVES, int SPLIT>
+__global__ __launch_bounds__(WARPS * LANES, 3) void few_tokens(const __grid_constant__ Products all) {
+    static_assert(SPLIT == 1 || SPLIT == WARPS);
+    __shared__ float2 parts[2][WARPS][HALVES][LANES];
+    release_next();
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    const int group = lane / 4, quarter = lane % 4;
+    const int token = blockIdx.y * 8 * HALVES + group;
+    const int own = SPLIT == 1 ? 0 : warp * STEP;  // where this warp's part of a step begins
+    const int first = SPLIT == 1 ? blockIdx.x * WARPS + warp : blockIdx.x;
+    const int stride = SPLIT == 1 ? gridDim.x * WARPS : gridDim.x;
+
+    int ahead = first, ahead_k = own, ahead_width = 0;
+    const __half* ahead_row = nullptr;
+    auto aim = [&] {
+        if (ahead >= all.tiles) return;
+        const int i = all.of(ahead);
+        const Product& p = all.item[i];
+        const int row = min((ahead - all.first_tile[i]) * ROWS + group, p.rows - 1);
+        ahead_row = p.weight + int64_t(row) * p.width + 8 * quarter;
+        ahead_width = p.width;
+        ahead_k = own;
+    };
+    auto fetch = [&] {
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (ahead >= all.tiles) return v;
+        if (ahead_k < ahead_width) v = load_weights(ahead_row + ahead_k);
+        ahead_k += SPLIT * STEP;
+        if (ahead_k - own >= ahead_width) {
+            ahead += stride;
+            aim();
+        }
+        return v;
+    };
+
+    uint4 w[DEPTH];
+    aim();
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++) w[d] = fetch();
+    wait_for_previous();
+
+    float sum[4] = {};
+    int flip = 0;
+    int tile = first, k = own;
+    const Product* p = nullptr;
+    int first_row = 0;
+    const __half* x[HALVES];
+    auto enter = [&] {
+        if (tile >= all.tiles) return;
+        const int i = all.of(tile);
+        p = &all.item[i];
+        first_row = (tile - all.first_tile[i]) * ROWS;
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) x[h] = p->x + int64_t(token + 8 * h) * p->x_stride + 8 * quarter;
+    };
+    enter();
+    while (tile < all.tiles) {
+#pragma unroll
+        for (int d = 0; d < DEPTH; d++) {
+            if (tile >= all.tiles) break;
+            if (k < p->width) {
+                uint4 a[2] = {};
+#pragma unroll
+                for (int h = 0; h < HALVES; h++)
+                    if (token + 8 * h < all.num_tokens) a[h] = *reinterpret_cast<const uint4*>(x[h] + k);
+                mma(sum, a[0].x, a[1].x, a[0].y, a[1].y, w[d].x, w[d].y);
+                mma(sum, a[0].z, a[1].z, a[0].w, a[1].w, w[d].z, w[d].w);
+            }
+            w[d] = fetch();
+            k += SPLIT * STEP;
+            if (k - own < p->width) continue;
+
+            const int row = first_row + 2 * quarter;
+            if constexpr (SPLIT == 1) {
+#pragma unroll
+                for (int h = 0; h < HALVES; h++) {
+                    float v[2] = {sum[2 * h] + bias_of(*p, row), sum[2 * h + 1] + bias_of(*p, row + 1)};
+                    if (token + 8 * h < all.num_tokens) store<2>(*p, token + 8 * h, row, v);
+                }
+            } else {
+#pragma unroll
+                for (int h = 0; h < HALVES; h++) parts[flip][warp][h][lane] = make_float2(sum[2 * h], sum[2 * h + 1]);
+                __syncthreads();
+                if (warp < HALVES && token + 8 * warp < all.num_tokens) {
+                    float v[2] = {};  // products that many warps share have no bias
+#pragma unroll
+                    for (int s = 0; s < SPLIT; s++) {
+                        const float2 part = parts[flip][s][warp][lane];
+                        v[0] += part.x, v[1] += part.y;
+                    }
+                    store<2>(*p, token + 8 * warp, row, v);
+                }
+                flip ^= 1;
+            }
+            sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
+            k = own;
+            tile += stride;
+            enter();
+        }
+    }
+}
+
+// Products with short sums: a warp has a whole tile of 8 rows and asks for all its weights at once.
+constexpr int MAX_RANK_STEPS = 16;
+
+template <int HALVES>
+__global__ __launch_bounds__(WARPS * LANES) void few_ranks(const __grid_constant__ Products all) {
+    release_next();
+    const int lane = threadIdx.x % LANES, group = lane / 4, quarter = lane % 4;
+    const int tile = blockIdx.x * WARPS + threadIdx.x / LANES;
+    const int i = all.of(tile);
+    const Product& p = all.item[i];
+    const int first_row = (tile - all.first_tile[i]) * ROWS, width = tile < all.tiles ? p.width : 0;
+    const __half* row = p.weight + int64_t(min(first_row + group, p.rows - 1)) * width + 8 * quarter;
+    uint4 w[MAX_RANK_STEPS];
+#pragma unroll
+    for (int s = 0; s < MAX_RANK_STEPS; s++) w[s] = load_weights_if(row + s * STEP, s * STEP < width);
+    const int out_row = first_row + 2 * quarter;
+    const float bias[2] = {width ? bias_of(p, out_row) : 0.f, width ? bias_of(p, out_row + 1) : 0.f};
+    wait_for_previous();
+    if (width == 0) return;
+    float sum[4] = {};
+#pragma unroll
+    for (int first = 0; first < MAX_RANK_STEPS; first += 4) {
+        if (first * STEP >= width) break;
+        uint4 a[4][2] = {};
+#pragma unroll
+        for (int s = 0; s < 4; s++)
+#pragma unroll
+            for (int h = 0; h < HALVES; h++)
+                if (group + 8 * h < all.num_tokens && (first + s) * STEP < width)
+                    a[s][h] = *reinterpret_cast<const uint4*>(p.x + int64_t(group + 8 * h) * p.x_stride + (first + s) * STEP +
+                                                              8 * quarter);
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            const uint4 v = w[first + s];
+            mma(sum, a[s][0].x, a[s][1].x, a[s][0].y, a[s][1].y, v.x, v.y);
+            mma(sum, a[s][0].z, a[s][1].z, a[s][0].w, a[s][1].w, v.z, v.w);
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) {
+        float v[2] = {sum[2 * h] + bias[0], sum[2 * h + 1] + bias[1]};
+        if (group + 8 * h < all.num_tokens) store<2>(p, group + 8 * h, out_row, v);
+    }
+}
+
+// One block a multiprocessor, every one with its share of the tiles of 8 rows. A warp copies the rows into a ring of stages;
+// the others share each stage's k, keep their part of x in registers, and add up their sums at a tile's end.
+constexpr int PIECE = 1024;                       // values of k to a stage
+constexpr int PITCH = PIECE * 2 + 64;             // bytes between its rows: fragments then meet no bank twice
+constexpr int PIECES = 4;                         // to a tile, at most
+constexpr int STAGE_BYTES = ROWS * PITCH;
+
+template <int HALVES, int STAGES>
+__global__ __launch_bounds__((WARPS + 1) * LANES, HALVES == 1 && STAGES * STAGE_BYTES < 110000 ? 2 : 1) void stream_weights(const __grid_constant__ Products all) {
+#if __CUDA_ARCH__ >= 900
+    extern __shared__ __align__(128) uint8_t ring[];
+    __shared__ float2 parts[2][WARPS][HALVES][LANES];
+    __shared__ uint64_t full[STAGES], empty[STAGES];
+    release_next();
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, group = lane / 4, quarter = lane % 4;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) init_barrier(full + s, 1), init_barrier(empty + s, WARPS);
+        publish_barriers();
+    }
+    __syncthreads();
+    const int first = blockIdx.x * all.tiles / gridDim.x, last = (blockIdx.x + 1) * all.tiles / gridDim.x;
+    int stage = 0, parity = 0;
+    auto advance = [&] {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    };
+
+    if (warp == WARPS) {
+        for (int tile = first; tile < last; tile++) {
+            const int i = all.of(tile), width = all.item[i].width;
+            const int row = min((tile - all.first_tile[i]) * ROWS + lane % ROWS, all.item[i].rows - 1);
+            const __half* from = all.item[i].weight + int64_t(row) * width;
+            for (int k = 0; k < width; k += PIECE) {
+                const int bytes = min(PIECE, width - k) * 2;
+                wait(empty + stage, parity ^ 1);
+                if (lane == 0) expect_bytes(full + stage, bytes * ROWS);
+                __syncwarp();
+                if (lane < ROWS)
+                    asm volatile(
+                        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+                            shared_address(ring + (stage * ROWS + lane) * PITCH)),
+                        "l"(from + k), "r"(bytes), "r"(shared_address(full + stage)), "l"(0x12F0000000000000)  // evict first
+                        : "memory");
+                advance();
+            }
+        }
+        wait_for_previous();
+        return;
+    }
+    wait_for_previous();
+    uint4 a[4 * PIECES][2] = {};  // x of this lane: k = 256 s + 32 warp + 8 quarter and seven more
+    int loaded = -1, flip = 0;
+    for (int tile = first; tile < last; tile++) {
+        const int i = all.of(tile);
+        const Product& p = all.item[i];
+        const int width = p.width;
+        if (i != loaded) {
+            loaded = i;
+#pragma unroll
+            for (int s = 0; s < 4 * PIECES; s++)
+#pragma unroll
+                for (int h = 0; h < HALVES; h++)
+                    if (group + 8 * h < all.num_tokens && s * WARPS * STEP + warp * STEP < width)
+                        a[s][h] = *reinterpret_cast<const uint4*>(p.x + int64_t(group + 8 * h) * p.x_stride + s * WARPS * STEP +
+                                                                  warp * STEP + 8 * quarter);
+        }
+        float sum[4] = {};
+#pragma unroll
+        for (int c = 0; c < PIECES; c++) {
+            if (c * PIECE >= width) break;
+            wait(full + stage, parity);
+            const uint8_t* rows = ring + (stage * ROWS + group) * PITCH + (warp * STEP + 8 * quarter) * 2;
+#pragma unroll
+            for (int s = 4 * c; s < 4 * c + 4; s++) {
+                if (s * WARPS * STEP + warp * STEP >= width) break;
+                const uint4 w = *reinterpret_cast<const uint4*>(rows + s % 4 * WARPS * STEP * 2);
+                mma(sum, a[s][0].x, a[s][1].x, a[s][0].y, a[s][1].y, w.x, w.y);
+                mma(sum, a[s][0].z, a[s][1].z, a[s][0].w, a[s][1].w, w.z, w.w);
+            }
+            __syncwarp();
+            if (lane == 0) arrive(empty + stage);
+            advance();
+        }
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) parts[flip][warp][h][lane] = make_float2(sum[2 * h], sum[2 * h + 1]);
+        asm volatile("bar.sync 1, %0;" ::"n"(WARPS * LANES) : "memory");
+        // Another warp in turn finishes the tile while the rest go on.
+        const int half = (warp - (tile - first) * HALVES) & (WARPS - 1);
+        if (half < HALVES && group + 8 * half < all.num_tokens) {
+            float v[2] = {};
+#pragma unroll
+            for (int s = 0; s < WARPS; s++) v[0] += parts[flip][s][half][lane].x, v[1] += parts[flip][s][half][lane].y;
+            store<2>(p, group + 8 * half, (tile - all.first_tile[i]) * ROWS + 2 * quarter, v);
+        }
+        flip ^= 1;
+    }
+#endif
+}
+
+constexpr int SLICE = 64;  // values of k to a stage: 128 bytes, the width of a swizzled row
+
+// sums [64, ROWS_] += x [64, 16] weight [ROWS_, 16]^T, both in shared memory with 128-byte swizzle.
+template <int TILE_ROWS>
+__device__ __forceinline__ void wgmma(float (&s)[TILE_ROWS / 2], uint64_t x, uint64_t weight) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define S4(i) "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3])
+#define S16(i) S4(i), S4(i + 4), S4(i + 8), S4(i + 12)
+    if constexpr (TILE_ROWS == 64)
+        asm volatile(
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,"
+            "%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, 1, 1, 1, 0, 0;"
+            : S16(0), S16(16)
+            : "l"(x), "l"(weight));
+    else
+        asm volatile(
+            "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,"
+            "%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,"
+            "%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, 1, 1, 1, 0, 0;"
+            : S16(0), S16(16), S16(32), S16(48)
+            : "l"(x), "l"(weight));
+#undef S16
+#undef S4
+#endif
+}
+
+// A tile of 64 * HIGH * GROUPS tokens by TILE_ROWS rows of weights; `splits` blocks, a cluster, share its K. Each of GROUPS
+// warpgroups has 64 * HIGH tokens. Rows of weights are dealt out in shared memory so that a lane ends up with 8 neighbouring ones.
+template <int GROUPS, int HIGH, int TILE_ROWS, int STAGES>
+struct Many {
+    static constexpr int THREADS = GROUPS * 128, TOKENS = GROUPS * HIGH * 64;
+    static constexpr int STAGE_BYTES = (TOKENS + TILE_ROWS) * SLICE * 2;
+    static constexpr int BYTES = 1024 + STAGES * STAGE_BYTES;
+    static constexpr int SUM_PITCH = TILE_ROWS + 4;                 // four floats on, so that tokens' sums lie in other banks
+    static_assert(STAGES * STAGE_BYTES >= TOKENS * SUM_PITCH * 4);  // the sums come there at the end
+};
+
+template <int GROUPS, int HIGH, int TILE_ROWS, int STAGES>
+__global__ __launch_bounds__(GROUPS * 128) void many_tokens(const __grid_constant__ Products all, int splits) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Shape = Many<GROUPS, HIGH, TILE_ROWS, STAGES>;
+    constexpr int THREADS = Shape::THREADS, TOKENS = Shape::TOKENS, STAGE_BYTES = Shape::STAGE_BYTES, AHEAD = STAGES - 1;
+    extern __shared__ uint8_t unaligned[];
+    __shared__ float bias[TILE_ROWS];
+    release_next();
+    const uint32_t base = (shared_address(unaligned) + 1023) / 1024 * 1024;  // where the swizzle repeats
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    const int tile = blockIdx.x / splits, rank = blockIdx.x % splits, item = all.of(tile);
+    const Product& p = all.item[item];
+    const int first_row = (tile - all.first_tile[item]) * TILE_ROWS, first_token = blockIdx.y * TOKENS;
+    const int slices = (p.width + SLICE - 1) / SLICE, begin = rank * slices / splits, end = (rank + 1) * slices / splits;
+
+    auto copy = [](uint32_t to, const __half* from, bool inside) {  // zeros outside
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0));
+    };
+    // Every thread copies the same 8 values of k of several rows.
+    constexpr int STRIDE = THREADS / 8;
+    const int copy_k = threadIdx.x % 8 * 8;
+    const __half* x_rows[TOKENS / STRIDE];
+    const __half* weight_rows[TILE_ROWS / STRIDE];
+#pragma unroll
+    for (int i = 0; i < TOKENS / STRIDE; i++) {
+        const int token = min(first_token + int(threadIdx.x) / 8 + i * STRIDE, all.num_tokens - 1);
+        x_rows[i] = p.x + int64_t(token) * p.x_stride;
+    }
+#pragma unroll
+    for (int i = 0; i < TILE_ROWS / STRIDE; i++) {
+        const int at = threadIdx.x / 8 + i * STRIDE, row = at / 32 * 32 + at % 8 / 2 * 8 + at % 32 / 8 * 2 + at % 2;
+        weight_rows[i] = p.weight + int64_t(min(first_row + row, p.rows - 1)) * p.width;
+    }
+    const uint32_t first_chunk = base + threadIdx.x / 8 * 128 + (threadIdx.x % 8 ^ threadIdx.x / 8 % 8) * 16;
+    auto load_x = [&](int slice) {
+        if (slice >= end) return;
+        const int k = slice * SLICE + copy_k;
+        const uint32_t to = first_chunk + (slice - begin) % STAGES * STAGE_BYTES;
+#pragma unroll
+        for (int i = 0; i < TOKENS / STRIDE; i++) copy(to + i * STRIDE * 128, x_rows[i] + (k < p.width ? k : 0), k < p.width);
+    };
+    auto load_weight = [&](int slice) {
+        if (slice >= end) return;
+        const int k = slice * SLICE + copy_k;
+        const uint32_t to = first_chunk + (slice - begin) % STAGES * STAGE_BYTES + TOKENS * 128;
+#pragma unroll
+        for (int i = 0; i < TILE_ROWS / STRIDE; i++)
+            copy(to + i * STRIDE * 128, weight_rows[i] + (k < p.width ? k : 0), k < p.width);
+    };
+    auto describe = [](uint32_t at) {
+        const uint64_t units = 1024 / 16;  // 8 rows of 128 bytes
+        return uint64_t(at & 0x3ffff) / 16 | units << 16 | units << 32 | uint64_t(1) << 62;
+    };
+
+#pragma unroll
+    for (int s = 0; s < AHEAD; s++) load_weight(begin + s);
+    const float own_bias = threadIdx.x < TILE_ROWS ? bias_of(p, first_row + threadIdx.x) : 0.f;
+    wait_for_previous();
+#pragma unroll
+    for (int s = 0; s < AHEAD; s++) {
+        load_x(begin + s);
+        asm volatile("cp.async.commit_group;");
+    }
+    if (threadIdx.x < TILE_ROWS) bias[threadIdx.x] = own_bias;
+    float sum[HIGH][TILE_ROWS / 2] = {};
+    for (int slice = begin; slice < end; slice++) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1));
+        asm volatile("fence.proxy.async;" ::: "memory");
+        __syncthreads();  // this slice has arrived for all, and all have finished with the stage to fill
+        load_weight(slice + AHEAD);
+        load_x(slice + AHEAD);
+        asm volatile("cp.async.commit_group;");
+        const uint32_t stage = base + (slice - begin) % STAGES * STAGE_BYTES;
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int k = 0; k < SLICE / 16; k++)
+#pragma unroll
+            for (int i = 0; i < HIGH; i++)
+                wgmma<TILE_ROWS>(sum[i], describe(stage + (warp / 4 * HIGH + i) * 64 * 128 + k * 32),
+                                 describe(stage + TOKENS * 128 + k * 32));
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    }
+
+    // The sums go through shared memory, which now is free, so that neighbouring threads write neighbouring rows.
+    asm volatile("cp.async.wait_all;");
+    __syncthreads();
+    constexpr int PITCH = Shape::SUM_PITCH, QUADS = TILE_ROWS / 4;
+    float* const sums = reinterpret_cast<float*>(unaligned + (base - shared_address(unaligned)));  // [TOKENS, PITCH]
+#pragma unroll
+    for (int i = 0; i < HIGH; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int b = 0; b < TILE_ROWS / 32; b++) {
+                const int token = (warp / 4 * HIGH + i) * 64 + warp % 4 * 16 + 8 * h + lane / 4;
+                float4* to = reinterpret_cast<float4*>(sums + token * PITCH + b * 32 + lane % 4 * 8);
+                const float* from = sum[i] + b * 16 + h * 2;
+                to[0] = make_float4(from[0], from[1], from[4], from[5]);
+                to[1] = make_float4(from[8], from[9], from[12], from[13]);
+            }
+    auto cluster = cg::this_cluster();
+    if (splits > 1) cluster.sync();
+    else __syncthreads();
+    const int each = TOKENS * QUADS / splits;
+#pragma unroll 2
+    for (int unit = rank * each + threadIdx.x; unit < (rank + 1) * each; unit += THREADS) {
+        const int token = unit / QUADS, at = unit % QUADS * 4;
+        if (first_token + token >= all.num_tokens || first_row + at >= p.rows) continue;
+        float4* const own = reinterpret_cast<float4*>(sums + token * PITCH + at);
+        float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (splits == 1) total = *own;
+        else {
+            float4 parts[CLUSTER];
+#pragma unroll
+            for (int s = 0; s < CLUSTER; s++)
+                if (s < splits) parts[s] = *cluster.map_shared_rank(own, s);
+#pragma unroll
+            for (int s = 0; s < CLUSTER; s++)
+                if (s < splits) total.x += parts[s].x, total.y += parts[s].y, total.z += parts[s].z, total.w += parts[s].w;
+        }
+        float v[4] = {total.x + bias[at], total.y + bias[at + 1], total.z + bias[at + 2], total.w + bias[at + 3]};
+        store<4>(p, first_token + token, first_row + at, v);
+    }
+    if (splits > 1) cluster.sync();  // the others' shared memory stays until all have read it
+#endif
+}
+
+// out [N, C] = hidden [N, F] weight [F, C], passing over the units that are off (zero) in a token. Every block has one token:
+// rows that several tokens need come from L2 for all but the first.
+//
+// The blocks of a cluster share the units of 8 * `lanes` columns. A block lists those of its part that are on; its workers, of
+// `lanes` lanes with 8 columns each, deal the list out among themselves.
+constexpr int SPARSE_THREADS = 512, SPARSE_WARPS = SPARSE_THREADS / LANES, AT_ONCE = 8;
+
+__global__ __launch_bounds__(SPARSE_THREADS, 2) void sparse_project(const __half* hidden, const __half* weight, __half* out,
+                                                                    int num_tokens, int units, int width, int lanes, int splits) {
+    __shared__ int2 list[4 * SPARSE_THREADS];  // of units that are on, each with its value as fp32 bits
+    __shared__ int counts[SPARSE_WARPS];
+    __shared__ __align__(16) float parts[SPARSE_WARPS * 256];  // [SPARSE_WARPS, columns]
+    __shared__ float gathered[256];                            // [splits, columns / splits]
+    release_next();
+    const int columns = lanes * 8, each = columns / splits;
+#if __CUDA_ARCH__ >= 900
+    __shared__ uint64_t complete;
+    if (threadIdx.x == 0) {
+        init_barrier(&complete, 1);
+        publish_barriers();
+        expect_bytes(&complete, columns * 4);
+    }
+    cluster_arrive();
+#endif
+    const int workers = SPARSE_THREADS / lanes, worker = threadIdx.x / lanes, lane = threadIdx.x % lanes;
+    const int warp = threadIdx.x / LANES;
+    const int rank = blockIdx.x % splits, token = blockIdx.x / splits % num_tokens, block = blockIdx.x / splits / num_tokens;
+    const int share = ((units + splits - 1) / splits + 3) / 4 * 4;
+    const int begin = min(rank * share, units), end = min(begin + share, units);
+    const __half* column = weight + (block * lanes + lane) * 8;
+    wait_for_previous();
+
+    float sum[8] = {};
+    for (int round = begin; round < end; round += 4 * SPARSE_THREADS) {
+        const int unit = round + 4 * threadIdx.x;
+        uint2 raw = make_uint2(0, 0);
+        if (unit < end) raw = *reinterpret_cast<const uint2*>(hidden + int64_t(token) * units + unit);
+        const uint32_t value[4] = {raw.x & 0xffff, raw.x >> 16, raw.y & 0xffff, raw.y >> 16};
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) count += (value[i] & 0x7fff) != 0;
+        int upto = count;
+#pragma unroll
+        for (int d = 1; d < LANES; d *= 2) {
+            const int below = __shfl_up_sync(ALL, upto, d);
+            if (threadIdx.x % LANES >= d) upto += below;
+        }
+        if (round > begin) __syncthreads();  // the list before has been worked through
+        if (threadIdx.x % LANES == LANES - 1) counts[warp] = upto;
+        __syncthreads();
+        int at = upto - count, total = 0;
+#pragma unroll
+        for (int s = 0; s < SPARSE_WARPS; s++) {
+            if (s == warp) at += total;
+            total += counts[s];
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (value[i] & 0x7fff)
+                list[at++] = make_int2(unit + i, __float_as_int(__half2float(__ushort_as_half(uint16_t(value[i])))));
+        __syncthreads();
+        for (int first = 0; first < total; first += AT_ONCE * workers) {
+            uint4 w[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int entry = first + j * workers + worker;
+                w[j] = load_weights_if(column + int64_t(list[min(entry, total - 1)].x) * width, entry < total);
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int entry = first + j * workers + worker;
+                const float strength = entry < total ? __int_as_float(list[entry].y) : 0.f;
+                const __half2* pairs = reinterpret_cast<const __half2*>(&w[j]);
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    const float2 v = __half22float2(pairs[c]);
+                    sum[2 * c] = fmaf(strength, v.x, sum[2 * c]);
+                    sum[2 * c + 1] = fmaf(strength, v.y, sum[2 * c + 1]);
+                }
+            }
+        }
+    }
+    // Add up the workers: within a warp, then the warps of the block in order, then the blocks of the cluster in order.
+    for (int d = lanes; d < LANES; d *= 2)
+#pragma unroll
+        for (int c = 0; c < 8; c++) sum[c] += __shfl_xor_sync(ALL, sum[c], d);
+    if (threadIdx.x % LANES < lanes) {
+        float4* to = reinterpret_cast<float4*>(parts + warp * columns + lane * 8);
+        to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    }
+    __syncthreads();
+#if __CUDA_ARCH__ >= 900
+    cluster_wait();
+#endif
+    if (threadIdx.x < columns) {
+        float total = 0.f;
+#pragma unroll
+        for (int s = 0; s < SPARSE_WARPS; s++) total += parts[s * columns + threadIdx.x];
+        float* to = gathered + rank * each + threadIdx.x % each;
+#if __CUDA_ARCH__ >= 900
+        send(to, total, &complete, threadIdx.x / each);
+#else
+        *to = total;
+#endif
+    }
+#if __CUDA_ARCH__ < 900
+    __syncthreads();
+#endif
+    if (threadIdx.x < each) {
+#if __CUDA_ARCH__ >= 900
+        wait(&complete, 0);
+#endif
+        float total = 0.f;
+        for (int s = 0; s < splits; s++) total += gathered[s * each + threadIdx.x];
+        out[int64_t(token) * width + block * columns + rank * each + threadIdx.x] = __float2half_rn(total);
+    }
+}
+
+__global__ void relu_square(__half* hidden, int eights) {
+    release_next();
+    wait_for_previous();
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= eights) return;
+    float v[8];
+    load8(hidden + 8 * int64_t(i), v);
+    alignas(16) __half result[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) result[j] = __float2half_rn(activate(RELU_SQUARE, v[j]));
+    reinterpret_cast<uint4*>(hidden)[i] = *reinterpret_cast<uint4*>(result);
+}
+
+struct Device {
+    int processors = 0;
+    bool clusters = false;
+    bool hopper = false;
+};
+Device device() {
+    static const Device known = [] {
+        Device d;
+        int index = 0, major = 0;
+        cudaGetDevice(&index);
+        cudaDeviceGetAttribute(&d.processors, cudaDevAttrMultiProcessorCount, index);
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
+        d.clusters = major >= 9, d.hopper = major == 9;
+        return d;
+    }();
+    return known;
+}
+
+template <int SPLIT>
+int start_few(const Products& all, int overlap, void* stream) {
+    const unsigned blocks = SPLIT == 1 ? (all.tiles + WARPS - 1) / WARPS : all.tiles, portion = all.num_tokens <= 8 ? 8 : 16;
+    const dim3 grid(min(blocks, 3u * device().processors), (all.num_tokens + portion - 1) / portion);
+    auto kernel = portion == 8 ? few_tokens<1, SPLIT> : few_tokens<2, SPLIT>;
+    return start(kernel, {grid, WARPS * LANES, cudaStream_t(stream), overlap}, all);
+}
+
+template <int HALVES, int STAGES>
+int start_ring(const Products& all, int overlap, void* stream) {
+    auto kernel = stream_weights<HALVES, STAGES>;
+    constexpr int BYTES = STAGES * STAGE_BYTES;
+    static const cudaError_t prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
+    if (prepared) return prepared;
+    const unsigned blocks = min(all.tiles, device().processors);
+    return start(kernel, {blocks, (WARPS + 1) * LANES, cudaStream_t(stream), overlap, 1, BYTES}, all);
+}
+
+// Products of at most 16 tokens.
+int start_stream(const Products& all, int overlap, void* stream) {
+    int longest = 0;
+    for (int i = 0; i < all.count; i++) longest = max(longest, all.item[i].width);
+    if (!device().hopper || longest > PIECES * PIECE) return start_few<WARPS>(all, overlap, stream);
+    return all.num_tokens <= 8 ? start_ring<1, 4>(all, overlap, stream) : start_ring<2, 4>(all, overlap, stream);
+}
+
+template <int GROUPS, int HIGH, int TILE_ROWS, int STAGES>
+int start_many(const Products& all, int splits, int overlap, void* stream) {
+    using Shape = Many<GROUPS, HIGH, TILE_ROWS, STAGES>;
+    auto kernel = many_tokens<GROUPS, HIGH, TILE_ROWS, STAGES>;
+    static const cudaError_t prepared =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::BYTES);
+    if (prepared) return prepared;
+    const dim3 grid(all.tiles * splits, (all.num_tokens + Shape::TOKENS - 1) / Shape::TOKENS);
+    return start(kernel, {grid, Shape::THREADS, cudaStream_t(stream), overlap, splits, Shape::BYTES}, all, splits);
+}
+
+constexpr int SMALL_DOWN = 128, SMALL_UP = 256;  // tokens up to which low_rank_down and _up have tiles of 64 rows
+
+// Rows of weights to a tile of the kernel that a number of tokens gets.
+int tile_rows(int num_tokens, int small) {
+    return num_tokens <= MAX_FEW || !device().hopper ? ROWS : num_tokens <= small ? 64 : 128;
+}
+
+// How many blocks share the K of a low_rank_down tile.
+int down_splits(int num_tokens) { return num_tokens <= 512 ? 8 : num_tokens <= 1024 ? 4 : num_tokens <= 2048 ? 2 : 1; }
+
+struct Ranks {
+    int w, a, v, g;
+    int total() const { return w + a + v + g; }
+};
+
+void add_down(Products& all, const __half* mixed, const __half* down, __half* hidden, int width, Ranks ranks) {
+    const int rank[4] = {ranks.w, ranks.a, ranks.v, ranks.g}, plane[4] = {3, 4, 2, 5};
+    const int activation[4] = {TANH, NONE, NONE, SIGMOID};
+    for (int i = 0, row = 0; i < 4; row += rank[i++])
+        if (rank[i])
+            all.add({mixed + int64_t(plane[i]) * all.num_tokens * width, down + int64_t(row) * width, nullptr, hidden + row, width,
+                     ranks.total(), rank[i], width, activation[i], false},
+                    tile_rows(all.num_tokens, SMALL_DOWN));
+}
+
+}  // namespace
+}  // namespace rwkv
+
+using namespace rwkv;
+
+// out [P, N, M] = x [P, N, K] weight [P, M, K]^T, N <= 16.
+RWKV_EXPORT int rwkv_gemv(const void* x, const void* weight, void* out, int problems, int num_tokens, int rows, int width,
+                          int activation, int overlap, void* stream) {
+    if (num_tokens > MAX_FEW || problems > MAX_PRODUCTS || width % STEP) return cudaErrorInvalidValue;
+    Products all;
+    all.num_tokens = num_tokens;
+    for (int64_t i = 0; i < problems; i++)
+        all.add({static_cast<const __half*>(x) + i * num_tokens * width, static_cast<const __half*>(weight) + i * rows * width,
+                 nullptr, static_cast<__half*>(out) + i * num_tokens * rows, width, rows, rows, width, activation, false},
+                ROWS);
+    return start_stream(all, overlap, stream);
+}
+
+// hidden [N, R] from mixed [6, N, C] and down [R, C].
+RWKV_EXPORT int rwkv_low_rank_down(const void* mixed, const void* down, void* hidden, int num_tokens, int width, int rank_w,
+                                   int rank_a, int rank_v, int rank_g, int overlap, void* stream) {
+    Products all;
+    all.num_tokens = num_tokens;
+    add_down(all, static_cast<const __half*>(mixed), static_cast<const __half*>(down), static_cast<__half*>(hidden), width,
+             {rank_w, rank_a, rank_v, rank_g});
+    if (num_tokens <= MAX_FEW) return start_stream(all, overlap, stream);
+    if (!device().hopper) return start_few<WARPS>(all, overlap, stream);
+    const int splits = down_splits(num_tokens);
+    if (num_tokens <= 64) return start_many<1, 1, 64, 8>(all, splits, overlap, stream);
+    if (num_tokens <= SMALL_DOWN) return start_many<2, 1, 64, 4>(all, splits, overlap, stream);
+    return start_many<2, 1, 128, 3>(all, splits, overlap, stream);
+}
+
+// rkv [3, N, C] and hidden [N, R] in one launch, N <= 16: mixed [6, N, C], weight [3, C, C], down [R, C].
+RWKV_EXPORT int rwkv_project(const void* mixed, const void* weight, const void* down, void* rkv, void* hidden, int num_tokens,
+                             int width, int rank_w, int rank_a, int rank_v, int rank_g, int overlap, void* stream) {
+    if (num_tokens > MAX_FEW) return cudaErrorInvalidValue;
+    Products all;
+    all.num_tokens = num_tokens;
+    for (int64_t i = 0; i < 3; i++)
+        all.add({static_cast<const __half*>(mixed) + i * num_tokens * width, static_cast<const __half*>(weight) + i * width * width,
+                 nullptr, static_cast<__half*>(rkv) + i * num_tokens * width, width, width, width, width, NONE, false},
+                ROWS);
+    add_down(all, static_cast<const __half*>(mixed), static_cast<const __half*>(down), static_cast<__half*>(hidden), width,
+             {rank_w, rank_a, rank_v, rank_g});
+    return start_stream(all, overlap, stream);
+}
+
+// u, rate, blend, gate [N, C] from hidden [N, R]; up holds [C, rank] of w, a, v, g one after another.
+RWKV_EXPORT int rwkv_low_rank_up(const void* hidden, const void* up, const void* w0, const void* a0, const void* v0, void* u,
+                                 void* rate, void* blend, void* gate, int num_tokens, int width, int rank_w, int rank_a, int rank_v,
+                                 int rank_g, int overlap, void* stream) {
+    const Ranks ranks{rank_w, rank_a, rank_v, rank_g};
+    const int rank[4] = {rank_w, rank_a, rank_v, rank_g}, activation[4] = {NONE, SIGMOID, SIGMOID, NONE};
+    const void* bias[4] = {w0, a0, v0, nullptr};
+    void* out[4] = {u, rate, blend, gate};
+    int longest = 0;
+    Products all;
+    all.num_tokens = num_tokens;
+    for (int i = 3, row = ranks.total(); i >= 0; i--) {  // the longest sums first
+        row -= rank[i];
+        longest = max(longest, rank[i]);
+        if (rank[i])
+            all.add({static_cast<const __half*>(hidden) + row, static_cast<const __half*>(up) + int64_t(row) * width,
+                     static_cast<const float*>(bias[i]), out[i], ranks.total(), width, width, rank[i], activation[i], i == 0},
+                    tile_rows(num_tokens, SMALL_UP));
+    }
+    if (num_tokens <= MAX_FEW && longest <= MAX_RANK_STEPS * STEP) {
+        const unsigned blocks = (all.tiles + WARPS - 1) / WARPS;
+        return start(num_tokens <= 8 ? few_ranks<1> : few_ranks<2>, {blocks, WARPS * LANES, cudaStream_t(stream), overlap}, all);
+    }
+    if (num_tokens <= MAX_FEW || !device().hopper) return start_few<1>(all, overlap, stream);
+    if (num_tokens <= 64) return start_many<1, 1, 64, 4>(all, 1, overlap, stream);
+    if (num_tokens <= SMALL_UP) return start_many<2, 1, 64, 4>(all, 1, overlap, stream);
+    return start_many<2, 1, 128, 3>(all, 1, overlap, stream);
+}
+
+// out [N, C] = hidden [N, F] weight [F, C], F a multiple of 4, C of 64.
+RWKV_EXPORT int rwkv_sparse_project(const void* hidden, const void* weight, void* out, int num_tokens, int units, int width,
+                                    int overlap, void* stream) {
+    if (units % 4 || width % 64) return cudaErrorInvalidValue;
+    int lanes = 32;  // as many as leave most multiprocessors with a block
+    while (lanes > 8 && (width % (lanes * 8) || width / (lanes * 8) * CLUSTER < device().processors * 3 / 4)) lanes /= 2;
+    const int splits = device().clusters ? CLUSTER : 1;
+    const unsigned blocks = width / (lanes * 8) * num_tokens * splits;
+    return start(sparse_project, {blocks, SPARSE_THREADS, cudaStream_t(stream), overlap, splits}, static_cast<const __half*>(hidden),
+                 static_cast<const __half*>(weight), static_cast<__half*>(out), num_tokens, units, width, lanes, splits);
+}
+
+// In place on 8 * eights values.
+RWKV_EXPORT int rwkv_relu_square(void* hidden, int eights, int overlap, void* stream) {
+    const unsigned blocks = (eights + 255) / 256;
+    return start(relu_square, {blocks, 256, cudaStream_t(stream), overlap}, static_cast<__half*>(hidden), eights);
+}

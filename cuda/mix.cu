@@ -1,0 +1,412 @@
+// What stands between the matrices: embedding, residual sum, layer norm, and the blend of each token with the one before it.
+//
+// A thread holds eight neighbouring columns of a row, so a warp covers 256. Each warp takes mean and squared deviation of its
+// own columns, and every warp then combines those of all warps in the same order: one barrier a row, no cancellation, and the
+// same bits however a row is spread over blocks. Blends start from the normalised values as rounded to fp16, which is what
+// the shift state keeps, so that a token's result does not depend on where a prompt was cut.
+#include "launch.cuh"
+
+namespace rwkv {
+
+constexpr int EACH = 8;             // columns of a thread
+constexpr int SPAN = EACH * LANES;  // columns of a warp
+constexpr int MAX_WIDTH = 4096;
+constexpr int MAX_THREADS = MAX_WIDTH / EACH;
+constexpr int DECODE_ROWS = 2;   // rows that a block takes at once when there are enough of them
+constexpr int MIN_BLOCKS = 2;    // of MAX_THREADS, that a multiprocessor should have room for
+constexpr float LAYER_NORM_EPS = 1e-5f;
+
+struct alignas(16) Halves {
+    __half2 pair[4];
+};
+
+__device__ __forceinline__ Halves load_halves(const __half* p) { return *reinterpret_cast<const Halves*>(p); }
+__device__ __forceinline__ void store_halves(__half* p, const Halves& h) { *reinterpret_cast<Halves*>(p) = h; }
+// For results that are too many to stay in the L2 cache until they are read.
+__device__ __forceinline__ void store_passing(__half* p, const Halves& h) {
+#ifdef RWKV_HIP
+    store_halves(p, h);
+#else
+    __stcs(reinterpret_cast<float4*>(p), *reinterpret_cast<const float4*>(&h));
+#endif
+}
+__device__ __forceinline__ void store8(float* p, const float (&v)[EACH]) {
+    *reinterpret_cast<float4*>(p) = make_float4(v[0], v[1], v[2], v[3]);
+    *reinterpret_cast<float4*>(p + 4) = make_float4(v[4], v[5], v[6], v[7]);
+}
+__device__ __forceinline__ Halves zero_halves() {
+    Halves h;
+#pragma unroll
+    for (int j = 0; j < 4; j++) h.pair[j] = __floats2half2_rn(0.f, 0.f);
+    return h;
+}
+__device__ __forceinline__ Halves lerp(const Halves& from, const Halves& to, const float (&share)[EACH]) {
+    Halves out;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float2 a = __half22float2(from.pair[j]), b = __half22float2(to.pair[j]);
+        out.pair[j] = __floats2half2_rn(fmaf(share[2 * j], b.x - a.x, a.x), fmaf(share[2 * j + 1], b.y - a.y, a.y));
+    }
+    return out;
+}
+
+// Eight constants, loaded right here rather than where they are first used.
+__device__ __forceinline__ void load8_now(const float* p, float (&v)[EACH]) {
+#ifdef RWKV_HIP
+    load8(p, v);
+#else
+#pragma unroll
+    for (int j = 0; j < EACH; j += 4)
+        asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v[j]), "=f"(v[j + 1]), "=f"(v[j + 2]), "=f"(v[j + 3]) : "l"(p + j));
+#endif
+}
+
+// The part of a row, of `width` columns, that a block works on; `parts` blocks of a cluster share a row.
+struct Place {
+    int width, parts, part, warps;
+    int column;
+    bool live;  // whether this thread has columns
+
+    __device__ __forceinline__ Place(int width, int parts, int part) : width(width), parts(parts), part(part) {
+        const int slice = width / parts;
+        warps = (slice + SPAN - 1) / SPAN;
+        column = part * slice + threadIdx.x * EACH;
+        live = threadIdx.x * EACH < slice;
+    }
+};
+
+struct Moments {
+    float2 of_warp[MAX_WIDTH / SPAN];  // mean, sum of squared deviations
+};
+
+// Wait until a cluster's blocks have all started, so that their shared memory is there: `arrive` early, `greet` late.
+__device__ __forceinline__ void arrive(int parts) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (parts > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");
+#endif
+}
+__device__ __forceinline__ void greet(int parts) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (parts > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+// Make a cluster's blocks see one another's writes to shared memory.
+__device__ __forceinline__ void meet(int parts) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (parts > 1) {
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+        return;
+    }
+#endif
+    __syncthreads();
+}
+
+// Write `value` to the same place in every block of the cluster; lane p of a warp serves block p.
+__device__ __forceinline__ void share(float2* at, float2 value, int parts) {
+    const int lane = threadIdx.x % LANES;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (parts > 1) {
+        if (lane < parts) {
+            uint32_t remote;
+            const uint32_t local = uint32_t(__cvta_generic_to_shared(at));
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(lane));
+            asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote), "f"(value.x), "f"(value.y) : "memory");
+        }
+        return;
+    }
+#endif
+    if (lane == 0) *at = value;
+}
+
+// Layer norm of R rows at once, rounded to fp16. Threads without columns take part with whatever they hold.
+template <int R>
+__device__ __forceinline__ void normalize(const float (&v)[R][EACH], const float (&weight)[EACH], const float (&bias)[EACH],
+        const Place& place, Moments (&moments)[R], Halves (&out)[R]) {
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES + place.part * place.warps;
+    const float count = fminf(SPAN, place.width - warp * SPAN);
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        float sum = 0.f, squares = 0.f;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) sum += v[r][j];
+        const float mean = lane_sum(place.live ? sum : 0.f) / count;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) squares = fmaf(v[r][j] - mean, v[r][j] - mean, squares);
+        share(&moments[r].of_warp[warp], make_float2(mean, lane_sum(place.live ? squares : 0.f)), place.parts);
+    }
+    meet(place.parts);
+    const bool counts = lane < place.parts * place.warps;
+    const float columns = counts ? fminf(SPAN, place.width - lane * SPAN) : 0.f;
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        const float2 own = counts ? moments[r].of_warp[lane] : make_float2(0.f, 0.f);
+        const float mean = lane_sum(columns * own.x) / place.width;
+        const float squares = lane_sum(fmaf(columns * (own.x - mean), own.x - mean, own.y));
+        const float scale = rsqrtf(squares / place.width + LAYER_NORM_EPS);
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            out[r].pair[j] = __floats2half2_rn(fmaf((v[r][2 * j] - mean) * scale, weight[2 * j], bias[2 * j]),
+                fmaf((v[r][2 * j + 1] - mean) * scale, weight[2 * j + 1], bias[2 * j + 1]));
+    }
+}
+
+__global__ void __launch_bounds__(MAX_THREADS) embed_kernel(
+        const int64_t* ids, const int64_t* slots, const __half* table, float* x, int width) {
+    release_next();
+    wait_for_previous();
+    const int64_t slot = slots ? slots[blockIdx.x] : 0;
+    const int64_t id = slot < 0 ? 0 : ids[slots ? slot : blockIdx.x];
+    float v[EACH] = {};
+    if (slot >= 0) load8(table + id * width + threadIdx.x * EACH, v);
+    store8(x + size_t(blockIdx.x) * width + threadIdx.x * EACH, v);
+}
+
+// Every row is one token of its own slot; a block (or a cluster of them) takes R rows.
+template <int K, int R>
+__global__ void __launch_bounds__(MAX_THREADS, R > 1 ? MIN_BLOCKS : 1) decode_kernel(
+        float* x, const __half* y, const float* weight, const float* bias, const float* mix, __half* shift, const int64_t* slots,
+        __half* out, int rows, int width) {
+    __shared__ Moments moments[R];
+    const Place place(width, gridDim.x, blockIdx.x);
+    arrive(place.parts);
+    const int first = blockIdx.y * R;
+    constexpr bool EARLY = R == 1;  // a single row waits for its blends' proportions longer than for its own values
+    float scale[EACH] = {}, offset[EACH] = {}, ratios[EARLY ? K : 1][EACH];
+    if (place.live) {
+        load8_now(weight + place.column, scale), load8_now(bias + place.column, offset);
+        if (EARLY)
+#pragma unroll
+            for (int k = 0; k < K; k++) load8_now(mix + k * width + place.column, ratios[EARLY ? k : 0]);
+    }
+    release_next();
+    wait_for_previous();
+    float v[R][EACH] = {};
+    Halves previous[R], normed[R];
+    int64_t slot[R];
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        const int row = first + r;
+        slot[r] = row < rows ? slots[row] : -1;
+        previous[r] = zero_halves();
+        if (!place.live || row >= rows) continue;
+        const size_t at = size_t(row) * width + place.column;
+        load8(x + at, v[r]);
+        if (y) {
+            float added[EACH];
+            load8(y + at, added);
+#pragma unroll
+            for (int j = 0; j < EACH; j++) v[r][j] += added[j];
+            store8(x + at, v[r]);
+        }
+        if (slot[r] >= 0) previous[r] = load_halves(shift + slot[r] * width + place.column);
+    }
+    greet(place.parts);
+    normalize(v, scale, offset, place, moments, normed);
+    if (!place.live) return;
+#pragma unroll
+    for (int r = 0; r < R; r++)
+        if (slot[r] >= 0) store_halves(shift + slot[r] * width + place.column, normed[r]);
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        float(&ratio)[EACH] = ratios[EARLY ? k : 0];
+        if (!EARLY) load8(mix + k * width + place.column, ratio);
+#pragma unroll
+        for (int r = 0; r < R; r++)
+            if (first + r < rows)
+                store_halves(out + (size_t(k) * rows + first + r) * width + place.column, lerp(normed[r], previous[r], ratio));
+    }
+}
+
+// Packed rows of any lengths; a block takes `run` tokens one after another, R at a time. The first token of a run is left to
+// edge_kernel unless it begins a row: its predecessor belongs to another block. previous_slot: for the first token of a row
+// the slot whose shift state comes before it, or -2 for none; -1 for the others.
+template <int K, int R>
+__global__ void __launch_bounds__(MAX_THREADS, R > 2 ? 1 : MIN_BLOCKS) prefill_kernel(
+        float* x, const __half* y, const float* weight, const float* bias, const float* mix, const __half* shift,
+        const int32_t* previous_slot, __half* normed_rows, __half* out, int tokens, int width, int run) {
+    __shared__ Moments moments[2][R];
+    const Place place(width, gridDim.x, blockIdx.x);
+    arrive(place.parts);
+    float scale[EACH] = {}, offset[EACH] = {};
+    if (place.live) load8_now(weight + place.column, scale), load8_now(bias + place.column, offset);
+    release_next();
+    wait_for_previous();
+    const int begin = blockIdx.y * run, end = min(begin + run, tokens);
+    Halves carried = zero_halves();
+    greet(place.parts);
+    for (int first = begin, turn = 0; first < end; first += R, turn ^= 1) {
+        float v[R][EACH] = {};
+        Halves kept[R], normed[R];
+        int slot[R + 1];
+#pragma unroll
+        for (int r = 0; r <= R; r++) slot[r] = first + r < tokens ? previous_slot[first + r] : -2;
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            if (!place.live || first + r >= end) continue;
+            const size_t at = size_t(first + r) * width + place.column;
+            load8(x + at, v[r]);
+            if (y) {
+                float added[EACH];
+                load8(y + at, added);
+#pragma unroll
+                for (int j = 0; j < EACH; j++) v[r][j] += added[j];
+                store8(x + at, v[r]);
+            }
+            kept[r] = slot[r] >= 0 ? load_halves(shift + size_t(slot[r]) * width + place.column) : zero_halves();
+        }
+        normalize(v, scale, offset, place, moments[turn], normed);
+        if (!place.live) continue;
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            if (slot[r] == -1) kept[r] = r ? normed[r ? r - 1 : 0] : carried;
+            const int token = first + r;
+            if (token < end && (token == begin || token == end - 1 || slot[r + 1] != -1))
+                store_halves(normed_rows + size_t(token) * width + place.column, normed[r]);
+        }
+        carried = normed[R - 1];
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            float ratio[EACH];
+            load8(mix + k * width + place.column, ratio);
+#pragma unroll
+            for (int r = 0; r < R; r++)
+                if (first + r < end && (first + r > begin || slot[r] != -1)) {
+                    __half* to = out + (size_t(k) * tokens + first + r) * width + place.column;
+                    const Halves blend = lerp(normed[r], kept[r], ratio);
+                    if (K > 1)
+                        store_passing(to, blend);
+                    else
+                        store_halves(to, blend);
+                }
+        }
+    }
+}
+
+// What prefill_kernel had to leave: the blends across runs (one block each), and each row's last token as its slot's shift state
+// (one block each), which no block of this kernel reads.
+template <int K>
+__global__ void __launch_bounds__(MAX_THREADS) edge_kernel(
+        const float* mix, const int32_t* previous_slot, const int32_t* last_index, const int64_t* slots, const __half* normed_rows,
+        __half* shift, __half* out, int tokens, int width, int run, int runs) {
+    release_next();
+    wait_for_previous();
+    const int column = threadIdx.x * EACH;
+    if (int(blockIdx.x) >= runs) {
+        const int row = blockIdx.x - runs;
+        if (slots[row] < 0) return;
+        store_halves(shift + slots[row] * width + column, load_halves(normed_rows + size_t(last_index[row]) * width + column));
+        return;
+    }
+    const int token = blockIdx.x * run;
+    if (previous_slot[token] != -1) return;
+    const Halves normed = load_halves(normed_rows + size_t(token) * width + column);
+    const Halves previous = load_halves(normed_rows + size_t(token - 1) * width + column);
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        float ratio[EACH];
+        load8(mix + k * width + column, ratio);
+        store_halves(out + (size_t(k) * tokens + token) * width + column, lerp(normed, previous, ratio));
+    }
+}
+
+__global__ void __launch_bounds__(MAX_THREADS) add_norm_kernel(
+        const float* x, const __half* y, const int64_t* index, const float* weight, const float* bias, __half* out, int width) {
+    __shared__ Moments moments[1];
+    const Place place(width, 1, 0);
+    float scale[EACH] = {}, offset[EACH] = {}, v[1][EACH] = {};
+    if (place.live) load8_now(weight + place.column, scale), load8_now(bias + place.column, offset);
+    release_next();
+    wait_for_previous();
+    if (place.live) {
+        const size_t at = size_t(index ? index[blockIdx.x] : blockIdx.x) * width + place.column;
+        load8(x + at, v[0]);
+        if (y) {
+            float added[EACH];
+            load8(y + at, added);
+#pragma unroll
+            for (int j = 0; j < EACH; j++) v[0][j] += added[j];
+        }
+    }
+    Halves normed[1];
+    normalize(v, scale, offset, place, moments, normed);
+    if (place.live) store_halves(out + size_t(blockIdx.x) * width + place.column, normed[0]);
+}
+
+static bool fits(int width) { return width > 0 && width % 64 == 0 && width <= MAX_WIDTH; }
+static bool splits(int width, int parts) { return parts == 1 || (parts > 1 && parts <= 8 && width % (parts * SPAN) == 0); }
+// Threads for `columns` columns, in whole warps.
+static int threads(int columns) { return (columns / EACH + LANES - 1) / LANES * LANES; }
+
+template <int K>
+static cudaError_t decode(float* x, const __half* y, const float* weight, const float* bias, const float* mix, __half* shift,
+        const int64_t* slots, __half* out, int rows, int width, int parts, int overlap, cudaStream_t stream) {
+    const Launch how = {dim3(parts, rows), dim3(threads(width / parts)), stream, overlap, parts};
+    if (rows < 256 || width <= 1024) return start(decode_kernel<K, 1>, how, x, y, weight, bias, mix, shift, slots, out, rows, width);
+    Launch many = how;
+    many.grid.y = (rows + DECODE_ROWS - 1) / DECODE_ROWS;
+    return start(decode_kernel<K, DECODE_ROWS>, many, x, y, weight, bias, mix, shift, slots, out, rows, width);
+}
+
+template <int K>
+static cudaError_t prefill(float* x, const __half* y, const float* weight, const float* bias, const float* mix, __half* shift,
+        const int32_t* previous_slot, const int32_t* last_index, const int64_t* slots, __half* normed, __half* out, int tokens,
+        int rows, int width, int run, int parts, int overlap, cudaStream_t stream) {
+    const int runs = (tokens + run - 1) / run;
+    const Launch main = {dim3(parts, runs), dim3(threads(width / parts)), stream, overlap, parts};
+    const __half* kept = shift;
+    const auto kernel = prefill_kernel<K, K == 1 ? 2 : 4>;
+    const cudaError_t error = start(kernel, main, x, y, weight, bias, mix, kept, previous_slot, normed, out, tokens, width, run);
+    if (error != cudaSuccess) return error;
+    const Launch edges = {dim3(runs + rows), dim3(width / EACH), stream, overlap};
+    const __half* read = normed;
+    return start(edge_kernel<K>, edges, mix, previous_slot, last_index, slots, read, shift, out, tokens, width, run, runs);
+}
+
+}  // namespace rwkv
+
+using rwkv::start;
+
+// x [rows, width] = rows of the table, by ids[row], or, with slots, by ids[slots[row]], where a slot of -1 gives zeros.
+RWKV_EXPORT int rwkv_embed(const int64_t* ids, const int64_t* slots, const __half* table, float* x, int rows, int width,
+        int overlap, cudaStream_t stream) {
+    if (!rwkv::fits(width)) return cudaErrorInvalidValue;
+    const rwkv::Launch how = {dim3(rows), dim3(width / rwkv::EACH), stream, overlap};
+    return start(rwkv::embed_kernel, how, ids, slots, table, x, width);
+}
+
+// planes: 6 or 1. parts: blocks that share a row, each a multiple of 256 columns.
+RWKV_EXPORT int rwkv_add_norm_mix_decode(float* x, const __half* y, const float* weight, const float* bias, const float* mix,
+        __half* shift, const int64_t* slots, __half* out, int rows, int width, int planes, int parts, int overlap,
+        cudaStream_t stream) {
+    if (!rwkv::fits(width) || !rwkv::splits(width, parts)) return cudaErrorInvalidValue;
+    switch (planes) {
+        case 6: return rwkv::decode<6>(x, y, weight, bias, mix, shift, slots, out, rows, width, parts, overlap, stream);
+        case 1: return rwkv::decode<1>(x, y, weight, bias, mix, shift, slots, out, rows, width, parts, overlap, stream);
+    }
+    return cudaErrorInvalidValue;
+}
+
+// run: tokens a block takes one after another. normed [tokens, width] is scratch.
+RWKV_EXPORT int rwkv_add_norm_mix_prefill(float* x, const __half* y, const float* weight, const float* bias, const float* mix,
+        __half* shift, const int32_t* previous_slot, const int32_t* last_index, const int64_t* slots, __half* normed, __half* out,
+        int tokens, int rows, int width, int planes, int run, int parts, int overlap, cudaStream_t stream) {
+    if (!rwkv::fits(width) || run < 1 || !rwkv::splits(width, parts)) return cudaErrorInvalidValue;
+    switch (planes) {
+        case 6:
+            return rwkv::prefill<6>(x, y, weight, bias, mix, shift, previous_slot, last_index, slots, normed, out, tokens, rows,
+                width, run, parts, overlap, stream);
+        case 1:
+            return rwkv::prefill<1>(x, y, weight, bias, mix, shift, previous_slot, last_index, slots, normed, out, tokens, rows,
+                width, run, parts, overlap, stream);
+    }
+    return cudaErrorInvalidValue;
+}
+
+// out [rows, width] = layer norm of x + y at the positions in `index`, or of all.
+RWKV_EXPORT int rwkv_add_norm(const float* x, const __half* y, const int64_t* index, const float* weight, const float* bias,
+        __half* out, int rows, int width, int overlap, cudaStream_t stream) {
+    if (!rwkv::fits(width)) return cudaErrorInvalidValue;
+    const rwkv::Launch how = {dim3(rows), dim3(rwkv::threads(width)), stream, overlap};
+    return start(rwkv::add_norm_kernel, how, x, y, index, weight, bias, out, width);
+}

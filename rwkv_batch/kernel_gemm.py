@@ -1,0 +1,180 @@
+"""Matrix products of many rows on Hopper GPUs (cuda/gemm.cu): out = x W^T with the weights on the tensor cores' tall side."""
+
+import ctypes
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.launch import INT, POINTER, Launcher, check, pointer
+
+BK = 64  # k of a stage; sizes must be multiples of 64
+TILES = {64: (8, 16, 32, 64, 128), 128: (128, 160, 256)}  # weight rows of a tile: rows of x of a tile
+MAX_STAGES = 16
+SHARED_MEMORY = 225 << 10  # bytes of a multiprocessor that one thread block may take, or several together
+NOT_SUPPORTED = 801  # cudaErrorNotSupported
+MAX_MAPS = 4096  # descriptions of x kept; beyond that they are made anew
+
+
+class Plan(NamedTuple):
+    """How a product is cut up.
+
+    height    weight rows of a tile
+    tile      rows of x of a tile
+    split     thread blocks that share a tile's K and add their sums in a fixed order: 1, 2, 4 or 8
+    stages    stages of K on the way at once
+    clusters  tiles worked on at once, each by `split` thread blocks; where split > 1, all are
+    """
+
+    height: int
+    tile: int
+    split: int
+    stages: int
+    clusters: int
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight and how the copy engine reads it for tiles of each height. `transposed`: stored [batch, K, M]."""
+
+    weight: Tensor
+    batch: int
+    M: int
+    K: int
+    transposed: bool
+    stacked: bool
+    maps: dict[int, ctypes.Array]
+
+
+class Gemm:
+    """The matrix product on one device.
+
+    available  False where the device is not a Hopper; then nothing but the constructor works
+    overlap    start, and fetch weights, while the kernel before in the stream ends (programmatic dependent launch)
+    """
+
+    def __init__(self, launcher: Launcher, *, overlap: bool = True):
+        self.launcher = launcher
+        self.overlap = overlap
+        self._gemm = launcher.bind("rwkv_gemm", *(POINTER,) * 3, *(INT,) * 12)
+        self._encode = launcher.library.rwkv_gemm_map
+        self._encode.argtypes = (POINTER, POINTER, INT, POINTER, POINTER, POINTER)
+        self._maps: dict[tuple[int, ...], ctypes.Array] = {}
+        with torch.cuda.device(launcher.device):
+            error = launcher.library.rwkv_gemm_setup()
+        if error not in (0, NOT_SUPPORTED):
+            raise RuntimeError(f"rwkv_gemm_setup failed with CUDA error {error}")
+        self.available = error == 0
+        self.processors = torch.cuda.get_device_properties(launcher.device).multi_processor_count
+
+    def prepare(self, weight: Tensor, transposed: bool = False) -> Matrix:
+        """Describe a weight [M, K], or [batch, M, K] for several products at once; `transposed`: [K, M] or [batch, K, M].
+
+        fp16, contiguous; the handle keeps it alive. ValueError when a size is no multiple of 64.
+        """
+        batch = weight.shape[0] if weight.dim() == 3 else 1
+        M, K = weight.shape[-2:] if not transposed else weight.shape[:-3:-1]
+        check("weight", weight, self.launcher.device, torch.float16, weight.shape)
+        if M % 64 or K % 64:
+            raise ValueError(f"weight: sizes must be multiples of 64, got {list(weight.shape)}")
+        maps = {}
+        for height in TILES:
+            if transposed:
+                sizes, strides, box = (64, K, M // 64, batch), (2 * M, 128, 2 * M * K), (64, BK, height // 64, 1)
+            else:
+                sizes, strides, box = (K, M, batch), (2 * K, 2 * M * K), (BK, height, 1)
+            maps[height] = self._map(weight, sizes, strides, box)
+        return Matrix(weight, batch, M, K, transposed, weight.dim() == 3, maps)
+
+    def gemm(self, x: Tensor, matrix: Matrix, out: Tensor, relu_square: bool = False, plan: Plan | None = None) -> Tensor:
+        """out [N, M] = x [N, K] W^T, fp16 with sums in fp32; stacked: x [batch, N, K], out [batch, N, M].
+
+        relu_square applies max(., 0)^2 to the sums, at most 65,504. A row of out depends on its row of x alone.
+        """
+        N, lead = x.shape[-2], (matrix.batch,) if matrix.stacked else ()
+        check("x", x, self.launcher.device, torch.float16, (*lead, N, matrix.K))
+        check("out", out, self.launcher.device, torch.float16, (*lead, N, matrix.M))
+        plan = plan or self.plan(N, matrix)
+        key = (x.data_ptr(), N, matrix.K, matrix.batch, plan.tile)
+        x_map = self._maps.get(key)
+        if x_map is None:
+            if len(self._maps) >= MAX_MAPS:
+                self._maps.clear()
+            x_map = self._map(x, (matrix.K, N, matrix.batch), (2 * matrix.K, 2 * N * matrix.K), (BK, plan.tile, 1))
+            self._maps[key] = x_map
+        self.launcher.launch(
+            self._gemm, ctypes.addressof(matrix.maps[plan.height]), ctypes.addressof(x_map), pointer(out),
+            N, matrix.M, matrix.K, matrix.batch, matrix.transposed, relu_square, *plan, self.overlap,
+        )  # fmt: skip
+        return out
+
+    def plan(self, N: int, matrix: Matrix) -> Plan:
+        """Return how `gemm` cuts up a product of N rows."""
+        return choose_plan(N, matrix.M, matrix.K, matrix.batch, self.processors)
+
+    def _map(self, tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> ctypes.Array:
+        """Return a tensor map: `sizes` and `box` in elements, innermost first; `strides` in bytes, from the second on."""
+        memory = ctypes.create_string_buffer(128 + 64)  # the driver wants 64-byte alignment
+        aligned = (ctypes.c_char * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
+        error = self._encode(
+            ctypes.addressof(aligned), pointer(tensor), len(sizes), (ctypes.c_uint64 * len(sizes))(*sizes),
+            (ctypes.c_uint64 * len(strides))(*strides), (ctypes.c_uint32 * len(box))(*box),
+        )  # fmt: skip
+        if error:
+            raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {error}")
+        return aligned
+
+
+@functools.lru_cache(4096)
+def choose_plan(N: int, M: int, K: int, batch: int, processors: int) -> Plan:
+    """Return a plan for N rows; the rules were found by timing all plans on an H200."""
+    return (_plan_few if N <= 64 else _plan_many)(N, M, K, batch, processors)
+
+
+def _plan_few(N: int, M: int, K: int, batch: int, processors: int) -> Plan:
+    """Few rows: the time is that of reading the weights, so each multiprocessor asks for an equal part and for many at once."""
+    tile = next(t for t in TILES[64] if t >= N)
+    tiles, steps = math.ceil(M / 64) * batch, K // BK
+    split = 1
+    while split < 8 and steps >= 6 * split and tiles * split < 0.7 * processors:
+        split *= 2
+    rounds = math.ceil(tiles / processors)
+    if split == 1 and tile <= 32 and tiles < 0.75 * rounds * processors and rounds <= 2 and steps >= 6:
+        split = 2
+    steps = math.ceil(steps / split)
+    blocks = min(math.ceil(tiles * split / processors), 3 if split > 1 else 2)
+    if blocks == 1 and steps <= 64 and tile < 32 * split:  # leave room for the next kernel's first stages
+        blocks = 3 if split >= 4 and tile <= 32 else 2
+    return Plan(64, tile, split, _stages(64, tile, split, steps, blocks), _even(tiles, blocks * processors))
+
+
+def _plan_many(N: int, M: int, K: int, batch: int, processors: int) -> Plan:
+    """Many rows: the plan with the least estimated time, in us."""
+    plans = []
+    for height, tile in ((h, t) for h, tiles in TILES.items() for t in tiles if t >= 64):
+        tiles, steps = math.ceil(M / height) * math.ceil(N / tile) * batch, K // BK
+        for split in (1, 2):
+            if split == 2 and (2 * tiles > processors or steps < 12):
+                continue
+            step = max(2.3e-5 * height * tile, 1.75e-3 * (height + tile))  # multiplying, loading
+            time = math.ceil(tiles * split / processors) * (step * steps / split + 9.3e-5 * height * tile)
+            time += 3.8e-4 * height * tile * (split - 1)
+            blocks = 2 if tile == 64 else 1
+            stages = _stages(height, tile, split, math.ceil(steps / split), blocks)
+            plans.append((time, Plan(height, tile, split, stages, _even(tiles, blocks * processors))))
+    return min(plans)[1]
+
+
+def _even(tiles: int, at_once: int) -> int:
+    """Return how many tiles to work on at once, at most so many, for rounds of equal size."""
+    return math.ceil(tiles / math.ceil(tiles / at_once))
+
+
+def _stages(height: int, tile: int, split: int, steps: int, blocks: int) -> int:
+    """Return how many stages a thread block has room for when `blocks` share a multiprocessor; no more than its steps."""
+    epilogue = min(tile, 64) * ((height + 4) * 4 if split > 1 else height // 64 * 144)
+    room = SHARED_MEMORY // blocks - 1024 - epilogue
+    return max(3, min(room // ((height + tile) * BK * 2), steps, MAX_STAGES))

@@ -1,0 +1,168 @@
+"""The matrix products of cuda/linear.cu: few tokens, the low-rank pairs, and the sparse half of the channel mix.
+
+N tokens, width C, feed-forward width F; operands and results are fp16 unless said otherwise, sums are fp32. A token's result
+depends neither on the other tokens nor on its place among them. Up to 16 tokens it does not depend on N either, and in
+`sparse_project` never. Beyond, the order of the sums of low_rank_down changes with the number of blocks that share one: 8 up to
+512 tokens, 4 up to 1,024, 2 up to 2,048, and 1 from 2,049 on.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.launch import INT, POINTER, Launcher, check, pointer
+from rwkv_batch.weights import Layer
+
+HALF = torch.float16
+MAX_GEMV = 16  # tokens
+MAX_SPARSE = 8  # tokens
+RANK_UNIT = 32  # the kernels' ranks are multiples of this
+PLANES = 6  # of `mixed`: r, k, v, w, a, g
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A layer's low-rank pairs packed for the kernels; ranks are padded with zeros to multiples of 32, their sum is R.
+
+    down   [R, C]: the rows of w, a, v, g
+    up     [R * C]: [C, rank] of w, a, v, g, one after another
+    w0, a0, v0  [C] fp32; v0 is None in layer 0, which has no v
+    ranks  of w, a, v, g, padded
+    """
+
+    down: Tensor
+    up: Tensor
+    w0: Tensor
+    a0: Tensor
+    v0: Tensor | None
+    ranks: tuple[int, int, int, int]
+
+    @classmethod
+    def pack(cls, layer: Layer) -> "LowRank":
+        """Pack the pairs of `layer`."""
+        width = layer.w0.shape[0]
+        downs, ups, ranks = [], [], []
+        for first, second in ((layer.w1, layer.w2), (layer.a1, layer.a2), (layer.v1, layer.v2), (layer.g1, layer.g2)):
+            rank = 0 if first is None else first.shape[1]
+            padded = -(-rank // RANK_UNIT) * RANK_UNIT
+            ranks.append(padded)
+            if rank:
+                downs.append(torch.nn.functional.pad(first.t().to(HALF), (0, 0, 0, padded - rank)))
+                ups.append(torch.nn.functional.pad(second.t().to(HALF), (0, padded - rank)).reshape(-1))
+        v0 = None if layer.v0 is None else layer.v0.float()
+        pack = cls(torch.cat(downs), torch.cat(ups), layer.w0.float(), layer.a0.float(), v0, tuple(ranks))
+        assert pack.down.shape == (pack.rank, width)
+        return pack
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return sum(self.ranks)
+
+    @property
+    def width(self) -> int:
+        """C."""
+        return self.down.shape[1]
+
+
+class Linear:
+    """The kernels of cuda/linear.cu; ValueError, naming the argument, for tensors they cannot take.
+
+    overlap  let a kernel start, and fetch its weights, while the one before it in the stream ends (programmatic dependent
+             launch); its weights must not be written by that one
+    """
+
+    def __init__(self, launcher: Launcher, *, overlap: bool = False):
+        self.launcher = launcher
+        self.overlap = overlap
+        self._gemv = launcher.bind("rwkv_gemv", *[POINTER] * 3, *[INT] * 6)
+        self._project = launcher.bind("rwkv_project", *[POINTER] * 5, *[INT] * 7)
+        self._down = launcher.bind("rwkv_low_rank_down", *[POINTER] * 3, *[INT] * 7)
+        self._up = launcher.bind("rwkv_low_rank_up", *[POINTER] * 9, *[INT] * 7)
+        self._sparse = launcher.bind("rwkv_sparse_project", *[POINTER] * 3, *[INT] * 4)
+        self._relu_square = launcher.bind("rwkv_relu_square", POINTER, INT, INT)
+
+    def gemv(self, x: Tensor, weight: Tensor, out: Tensor, *, relu_square: bool = False) -> None:
+        """out [P, N, M] = x [P, N, K] weight [P, M, K]^T; or without P. N <= 16, P <= 7, K a multiple of 64.
+
+        relu_square  out = min(max(out, 0)^2, 65504)
+        """
+        problems = x.shape[0] if x.dim() == 3 else 1
+        n, k, m = x.shape[-2], x.shape[-1], weight.shape[-2]
+        lead = x.shape[:-2]
+        self._check("x", x, (*lead, n, k))
+        self._check("weight", weight, (*lead, m, k))
+        self._check("out", out, (*lead, n, m))
+        _require(n <= MAX_GEMV and problems <= 7 and k % 64 == 0, f"gemv: N {n}, P {problems} or K {k} does not fit")
+        pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
+        self.launcher.launch(self._gemv, *pointers, problems, n, m, k, int(relu_square), self.overlap)
+
+    def project(self, mixed: Tensor, weight: Tensor, pack: LowRank, rkv: Tensor, hidden: Tensor) -> None:
+        """`gemv` of r, k, v and `low_rank_down` in one launch: rkv [3, N, C] and hidden [N, R]; N <= 16.
+
+        mixed [6, N, C] in the order r, k, v, w, a, g; weight [3, C, C] of r, k, v.
+        """
+        n, c = mixed.shape[1], pack.width
+        self._check("mixed", mixed, (PLANES, n, c))
+        self._check("weight", weight, (3, c, c))
+        self._check("rkv", rkv, (3, n, c))
+        self._check("hidden", hidden, (n, pack.rank))
+        _require(n <= MAX_GEMV, f"project: at most {MAX_GEMV} tokens, not {n}")
+        pointers = (mixed.data_ptr(), weight.data_ptr(), pack.down.data_ptr(), rkv.data_ptr(), hidden.data_ptr())
+        self.launcher.launch(self._project, *pointers, n, c, *pack.ranks, self.overlap)
+
+    def low_rank_down(self, mixed: Tensor, pack: LowRank, hidden: Tensor) -> None:
+        """hidden [N, R] = tanh(x_w w1), x_a a1, x_v v1, sigmoid(x_g g1) side by side, of mixed [6, N, C]."""
+        n, c = mixed.shape[1], pack.width
+        self._check("mixed", mixed, (PLANES, n, c))
+        self._check("hidden", hidden, (n, pack.rank))
+        pointers = (mixed.data_ptr(), pack.down.data_ptr(), hidden.data_ptr())
+        self.launcher.launch(self._down, *pointers, n, c, *pack.ranks, self.overlap)
+
+    def low_rank_up(self, hidden: Tensor, pack: LowRank, u: Tensor, rate: Tensor, blend: Tensor | None, gate: Tensor) -> None:
+        """From hidden [N, R], all [N, C]: the pairs' second halves.
+
+        u     fp32, w0 + h_w w2: what the decay is the sigmoid of
+        rate  sigmoid(a0 + h_a a2)
+        blend sigmoid(v0 + h_v v2), not written in layer 0
+        gate  h_g g2
+        """
+        n, c = hidden.shape[0], pack.width
+        self._check("hidden", hidden, (n, pack.rank))
+        self._check("u", u, (n, c), torch.float32)
+        self._check("rate", rate, (n, c))
+        self._check("gate", gate, (n, c))
+        if pack.v0 is not None:
+            _require(blend is not None, "blend: needed in a layer with v")
+            self._check("blend", blend, (n, c))
+        inputs = (hidden.data_ptr(), pack.up.data_ptr(), pack.w0.data_ptr(), pack.a0.data_ptr(), pointer(pack.v0))
+        outputs = (u.data_ptr(), rate.data_ptr(), pointer(blend), gate.data_ptr())
+        self.launcher.launch(self._up, *inputs, *outputs, n, c, *pack.ranks, self.overlap)
+
+    def sparse_project(self, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+        """out [N, C] = hidden [N, F] weight [F, C], reading only the rows of units that are on in some token.
+
+        N <= 8; F a multiple of 4, C of 64.
+        """
+        n, f, c = hidden.shape[0], *weight.shape
+        self._check("hidden", hidden, (n, f))
+        self._check("weight", weight, (f, c))
+        self._check("out", out, (n, c))
+        _require(n <= MAX_SPARSE and f % 4 == 0 and c % 64 == 0, f"sparse_project: N {n}, F {f} or C {c} does not fit")
+        self.launcher.launch(self._sparse, hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), n, f, c, self.overlap)
+
+    def relu_square_(self, hidden: Tensor) -> None:
+        """hidden [N, F] = min(max(hidden, 0)^2, 65504) in place; N * F a multiple of 8."""
+        self._check("hidden", hidden, hidden.shape)
+        count = hidden.numel()
+        _require(count % 8 == 0, f"relu_square_: {count} values are no multiple of 8")
+        self.launcher.launch(self._relu_square, hidden.data_ptr(), count // 8, self.overlap)
+
+    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = HALF) -> None:
+        check(name, tensor, self.launcher.device, dtype, shape)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,279 @@
+"""Calls of cuda/mix.cu and cuda/wkv.cu: embedding, residual sum, layer norm, token shift, and the wkv recurrence.
+
+Shapes: N tokens of B rows packed one after another, width C (a multiple of 64, at most 4096), H = C / 64 heads, S slots. In a
+decode step every row is one token (N = B) and belongs to its own slot; slot -1 is padding: such a row touches no state and its
+outputs mean nothing. `reference.py` says what the results are; sums are fp32, stored values fp16 unless a docstring says fp32.
+No method allocates or waits; ValueError names the argument that does not fit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.launch import INT, POINTER, Launcher, check, pointer
+from rwkv_batch.weights import HEAD_SIZE
+
+COLUMNS_OF_WARP = 256
+MAX_WIDTH = 4096
+STATE_TYPES = {torch.float32: 0, torch.float16: 1}  # as `Type` in cuda/common.cuh
+CONTINUES, NO_SLOT = -1, -2  # entries of PackedRows.previous_slot
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Where the rows of a prefill step lie, on the device.
+
+    slots          [B] int64, distinct, -1 for a row whose state is not kept
+    starts         [B+1] int32: row b owns tokens starts[b] to starts[b+1] - 1
+    last_index     [B] int32: position of each row's last token
+    previous_slot  [N] int32: for a row's first token its slot, or -2 when it has none; -1 for the others
+    """
+
+    slots: Tensor
+    starts: Tensor
+    last_index: Tensor
+    previous_slot: Tensor
+
+    @classmethod
+    def of(cls, slots: Sequence[int], lengths: Sequence[int], device: torch.device | str) -> "PackedRows":
+        """Build it from each row's slot and length (>= 1) with one copy to the device."""
+        starts, previous_slot = [0], []
+        for slot, length in zip(slots, lengths, strict=True):
+            starts.append(starts[-1] + length)
+            previous_slot += [slot if slot >= 0 else NO_SLOT] + [CONTINUES] * (length - 1)
+        last_index = [start - 1 for start in starts[1:]]
+        packed = torch.tensor([*slots, *starts, *last_index, *previous_slot], dtype=torch.int64).to(device)
+        small = packed[len(slots) :].int()
+        return cls(packed[: len(slots)], *small.split([len(starts), len(slots), len(previous_slot)]))
+
+
+@dataclass(frozen=True)
+class WkvInputs:
+    """What the matrices make of N tokens for the recurrence; fp16 but for u.
+
+    r, k, v      [N, C]
+    u            [N, C] fp32: w = exp(-exp(-0.5) * sigmoid(u)), the bias w0 is in it
+    rate         [N, C], after its sigmoid
+    blend        [N, C], after its sigmoid, or None in layer 0
+    gate         [N, C]
+    first_value  [N, C]: written in layer 0, read in the others
+    """
+
+    r: Tensor
+    k: Tensor
+    v: Tensor
+    u: Tensor
+    rate: Tensor
+    blend: Tensor | None
+    gate: Tensor
+    first_value: Tensor
+
+
+@dataclass(frozen=True)
+class WkvLayer:
+    """A layer's vectors, fp32 [C]."""
+
+    k_k: Tensor
+    k_a: Tensor
+    r_k: Tensor
+    norm_weight: Tensor
+    norm_bias: Tensor
+
+
+class Mix:
+    """The kernels on one device. `overlap`: a kernel may start while the one before it ends; then every kernel of the stream
+    that touches the same memory must wait for its predecessor as these do (griddepcontrol.wait)."""
+
+    def __init__(self, launcher: Launcher, *, overlap: bool = False):
+        self._launcher = launcher
+        self._device = launcher.device
+        self._overlap = int(overlap)
+        self._processors = torch.cuda.get_device_properties(launcher.device).multi_processor_count
+        self._hopper = torch.version.hip is None and torch.cuda.get_device_capability(launcher.device)[0] == 9
+        self._embed = launcher.bind("rwkv_embed", *[POINTER] * 4, *[INT] * 3)
+        self._decode = launcher.bind("rwkv_add_norm_mix_decode", *[POINTER] * 8, *[INT] * 5)
+        self._prefill = launcher.bind("rwkv_add_norm_mix_prefill", *[POINTER] * 11, *[INT] * 7)
+        self._add_norm = launcher.bind("rwkv_add_norm", *[POINTER] * 6, *[INT] * 3)
+        self._wkv_decode = launcher.bind("rwkv_wkv_decode", *[POINTER] * 14, INT, *[POINTER] * 2, *[INT] * 3)
+        self._wkv_scan = launcher.bind("rwkv_wkv_scan", *[POINTER] * 14, INT, *[POINTER] * 3, *[INT] * 3)
+        self._wkv_chunks = None
+        if torch.version.hip is None:
+            self._wkv_chunks = launcher.bind("rwkv_wkv_chunks", *[POINTER] * 14, INT, *[POINTER] * 3, *[INT] * 4)
+
+    def embed(self, ids: Tensor, table: Tensor, x: Tensor) -> None:
+        """x [N, C] fp32 = the rows `ids` [N] int64 of table [V, C]."""
+        n, c = x.shape
+        self._check(ids=(ids, torch.int64, (n,)), table=(table, torch.float16, (len(table), c)), x=(x, torch.float32, (n, c)))
+        self._launcher.launch(self._embed, pointer(ids), None, pointer(table), pointer(x), n, c, self._overlap)
+
+    def embed_decode(self, last_ids: Tensor, slots: Tensor, table: Tensor, x: Tensor) -> None:
+        """x [B, C] fp32 = the rows last_ids[slots] of table [V, C], zeros for padding; last_ids [S], slots [B] int64."""
+        n, c = x.shape
+        self._check(
+            last_ids=(last_ids, torch.int64, last_ids.shape),
+            slots=(slots, torch.int64, (n,)),
+            table=(table, torch.float16, (len(table), c)),
+            x=(x, torch.float32, (n, c)),
+        )
+        arguments = (last_ids, slots, table, x)
+        self._launcher.launch(self._embed, *map(pointer, arguments), n, c, self._overlap)
+
+    def add_norm_mix_decode(
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        mix: Tensor,
+        shift: Tensor,
+        slots: Tensor,
+        out: Tensor,
+        *,
+        parts: int | None = None,
+    ) -> None:
+        """x [B, C] fp32 += y [B, C]; out[k] = lerp(layer norm of x, shift[slots], mix[k]); shift[slots] = layer norm of x.
+
+        y may be None; weight, bias [C] fp32; mix [K, C] fp32, K = 6 or 1; shift [S, C]; slots [B] int64; out [K, B, C].
+        parts  blocks a row is spread over, by default what is fast; results do not depend on it
+        """
+        n, c = x.shape
+        self._check_norm(x, y, weight, bias, mix, shift, out)
+        self._check(slots=(slots, torch.int64, (n,)))
+        parts = parts or self._parts(n, c)
+        arguments = (x, y, weight, bias, mix, shift, slots, out)
+        self._launcher.launch(self._decode, *map(pointer, arguments), n, c, len(mix), parts, self._overlap)
+
+    def add_norm_mix_prefill(
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        mix: Tensor,
+        shift: Tensor,
+        rows: PackedRows,
+        normed: Tensor,
+        out: Tensor,
+        *,
+        run: int | None = None,
+        parts: int | None = None,
+    ) -> None:
+        """The same for packed rows: a token blends with the one before it in its row, a row's first with shift[slot], which
+        then takes the row's last.
+
+        normed  [N, C] scratch
+        run     tokens a block takes one after another, parts: blocks a row is spread over; results depend on neither
+        """
+        n, c = x.shape
+        self._check_norm(x, y, weight, bias, mix, shift, out)
+        self._check(normed=(normed, torch.float16, (n, c)))
+        self._check_rows(rows)
+        if rows.previous_slot.shape != (n,):
+            raise ValueError(f"rows: {rows.previous_slot.shape[0]} tokens, x has {n}")
+        run = run or (4 if n <= 256 else 8 if n <= 4096 else 16)
+        arguments = (x, y, weight, bias, mix, shift, rows.previous_slot, rows.last_index, rows.slots, normed, out)
+        sizes = (n, len(rows.slots), c, len(mix), run, parts or 1)
+        self._launcher.launch(self._prefill, *map(pointer, arguments), *sizes, self._overlap)
+
+    def add_norm(self, x: Tensor, y: Tensor | None, index: Tensor | None, weight: Tensor, bias: Tensor, out: Tensor) -> None:
+        """out [n, C] = layer norm of (x + y)[index]: x [N, C] fp32, y [N, C] or None, index [n] int64 or None for all."""
+        n, c = x.shape
+        chosen = n if index is None else len(index)
+        self._check(
+            x=(x, torch.float32, (n, c)),
+            y=(y, torch.float16, (n, c)),
+            index=(index, torch.int64, (chosen,)),
+            weight=(weight, torch.float32, (c,)),
+            bias=(bias, torch.float32, (c,)),
+            out=(out, torch.float16, (chosen, c)),
+        )
+        self._launcher.launch(self._add_norm, *map(pointer, (x, y, index, weight, bias, out)), chosen, c, self._overlap)
+
+    def wkv_decode(self, inputs: WkvInputs, layer: WkvLayer, state: Tensor, slots: Tensor, out: Tensor) -> None:
+        """One token for each row: from the recurrence's inputs to out [B, C], what goes into the output matrix.
+
+        state [S, H, 64 value, 64 key] fp16 or fp32, updated in place; slots [B] int64.
+        """
+        n, c = out.shape
+        self._check_wkv(inputs, layer, state, out)
+        self._check(slots=(slots, torch.int64, (n,)))
+        arguments = (pointer(state), STATE_TYPES[state.dtype], pointer(slots), pointer(out))
+        sizes = (n, c // HEAD_SIZE, self._overlap)
+        self._launcher.launch(self._wkv_decode, *self._wkv_pointers(inputs, layer), *arguments, *sizes)
+
+    def wkv_prefill(
+        self, inputs: WkvInputs, layer: WkvLayer, state: Tensor, rows: PackedRows, out: Tensor, *, exact: bool = False
+    ) -> None:
+        """The same for packed rows of any lengths: out [N, C].
+
+        exact  token by token in fp32, as a decode step does it, instead of 16 tokens at a time on tensor cores (relative error
+               about 1e-3). Where tensor cores cannot be used it is always so.
+        """
+        c = out.shape[1]
+        self._check_wkv(inputs, layer, state, out)
+        self._check_rows(rows)
+        arguments = (pointer(state), STATE_TYPES[state.dtype], pointer(rows.starts), pointer(rows.slots), pointer(out))
+        sizes = [len(rows.slots), c // HEAD_SIZE]
+        kernel = self._wkv_scan
+        if self._wkv_chunks and not exact:
+            kernel = self._wkv_chunks
+            alone = self._hopper and sizes[0] * sizes[1] <= self._processors  # a block has a multiprocessor to itself
+            sizes.append(8 if alone else 4)
+        self._launcher.launch(kernel, *self._wkv_pointers(inputs, layer), *arguments, *sizes, self._overlap)
+
+    def _parts(self, rows: int, width: int) -> int:
+        """Few rows are spread over several blocks each, since one block alone reads the layer's vectors too slowly."""
+        if not self._hopper:
+            return 1
+        least = COLUMNS_OF_WARP if rows <= 64 else 1024 if rows <= 512 else 2048  # columns of a block
+        return max(
+            parts for parts in (1, 2, 4, 8) if parts == 1 or (width % (parts * COLUMNS_OF_WARP) == 0 and width >= parts * least)
+        )
+
+    def _check(self, **expected: tuple[Tensor | None, torch.dtype, Sequence[int]]) -> None:
+        for name, (tensor, dtype, shape) in expected.items():
+            if tensor is not None:
+                check(name, tensor, self._device, dtype, shape)
+
+    def _check_norm(self, x, y, weight, bias, mix, shift, out) -> None:
+        n, c = x.shape
+        if c % HEAD_SIZE or c > MAX_WIDTH or len(mix) not in (1, 6):
+            raise ValueError(f"x: width {c} must be a multiple of 64 up to {MAX_WIDTH}; mix: {len(mix)} planes must be 1 or 6")
+        self._check(
+            x=(x, torch.float32, (n, c)),
+            y=(y, torch.float16, (n, c)),
+            weight=(weight, torch.float32, (c,)),
+            bias=(bias, torch.float32, (c,)),
+            mix=(mix, torch.float32, (len(mix), c)),
+            shift=(shift, torch.float16, (len(shift), c)),
+            out=(out, torch.float16, (len(mix), n, c)),
+        )
+
+    def _check_rows(self, rows: PackedRows) -> None:
+        b = len(rows.slots)
+        self._check(
+            slots=(rows.slots, torch.int64, (b,)),
+            starts=(rows.starts, torch.int32, (b + 1,)),
+            last_index=(rows.last_index, torch.int32, (b,)),
+            previous_slot=(rows.previous_slot, torch.int32, rows.previous_slot.shape),
+        )
+
+    def _check_wkv(self, inputs: WkvInputs, layer: WkvLayer, state: Tensor, out: Tensor) -> None:
+        n, c = out.shape
+        for name, tensor in vars(inputs).items():
+            if tensor is not None:
+                check(name, tensor, self._device, torch.float32 if name == "u" else torch.float16, (n, c))
+        for name, tensor in vars(layer).items():
+            check(name, tensor, self._device, torch.float32, (c,))
+        if state.dtype not in STATE_TYPES:
+            raise ValueError(f"state: expected fp16 or fp32, got {state.dtype}")
+        self._check(
+            out=(out, torch.float16, (n, c)),
+            state=(state, state.dtype, (len(state), c // HEAD_SIZE, HEAD_SIZE, HEAD_SIZE)),
+        )
+
+    @staticmethod
+    def _wkv_pointers(inputs: WkvInputs, layer: WkvLayer) -> list[int | None]:
+        return [pointer(tensor) for tensor in (*vars(inputs).values(), *vars(layer).values())]

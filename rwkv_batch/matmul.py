@@ -1,0 +1,212 @@
+"""Matrix products through cuBLASLt, with the algorithm of each shape chosen by timing and remembered for the card.
+
+Weights are fp16, sums fp32, results fp16. The library is the one torch has loaded; it is called through its C API, so that a
+choice is ours and stays the same from run to run (NVIDIA, "cuBLAS Library", chapter cuBLASLt).
+"""
+
+import ctypes
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.kernels import cache_folder
+from rwkv_batch.launch import Launcher, pointer
+
+log = logging.getLogger("rwkv_batch.engine")
+
+NAMES = ("libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so")
+HALF, SINGLE = 2, 0  # cudaDataType_t
+COMPUTE_SINGLE = 68  # CUBLAS_COMPUTE_32F
+DESC_TRANSA = 3
+LAYOUT_BATCH_COUNT, LAYOUT_BATCH_OFFSET = 5, 6
+PREFERENCE_WORKSPACE = 1
+WORKSPACE_BYTES = 64 * 2**20
+CANDIDATES = 8  # algorithms asked for and timed
+MOST_PRODUCTS = 1024  # prefills come in any length: then the oldest are forgotten
+NOT_SUPPORTED = 15
+
+
+class Algorithm(ctypes.Structure):
+    """cublasLtMatmulAlgo_t."""
+
+    _fields_ = (("data", ctypes.c_uint64 * 8),)
+
+
+class Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", Algorithm),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("status", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+@dataclass
+class Product:
+    """One shape's descriptors and its algorithm."""
+
+    desc: ctypes.c_void_p
+    a: ctypes.c_void_p
+    b: ctypes.c_void_p
+    c: ctypes.c_void_p
+    algorithm: Algorithm
+
+
+class MatMul:
+    """Products on one device. Not for use from two threads or streams at a time: they share a workspace."""
+
+    def __init__(self, launcher: Launcher):
+        self.launcher = launcher
+        self._lib = _library()
+        self._handle = ctypes.c_void_p()
+        self._call("cublasLtCreate", ctypes.byref(self._handle))
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=launcher.device)
+        self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
+        self._products: dict[tuple, Product] = {}
+        self._matmul = self._lib.cublasLtMatmul
+        self._matmul.argtypes = [ctypes.c_void_p] * 14 + [ctypes.c_size_t, ctypes.c_void_p]
+        name = torch.cuda.get_device_name(launcher.device).replace(" ", "-")
+        self._file = cache_folder() / f"matmul-{name}-{self._lib.cublasLtGetVersion()}.json"
+        self._choices: dict[str, list[int]] = _read(self._file)
+
+    def __call__(self, x: Tensor, weight: Tensor, out: Tensor, *, in_out: bool = False) -> None:
+        """Write x [N, K] times weight [M, K] transposed into out [N, M]; with a leading dimension, as many such products.
+
+        in_out  the weight is [K, M]
+        All fp16 and contiguous.
+        """
+        shape = _shape(x, weight, in_out)
+        product = self._products.get(shape) or self._prepare(shape)
+        self._run(product, x, weight, out)
+
+    def tune(self, calls: list[tuple[Tensor, Tensor, Tensor]], *, in_out: bool = False) -> None:
+        """Choose the algorithm of one shape by timing `calls`, (x, weight, out) of different weights, in a CUDA graph."""
+        shape = _shape(*calls[0][:2], in_out)
+        key = ",".join(map(str, shape))
+        if key in self._choices:
+            return
+        product = self._products.get(shape) or self._prepare(shape)
+        best_time, best = float("inf"), product.algorithm
+        for heuristic in self._heuristics(product, CANDIDATES):
+            product.algorithm = heuristic.algorithm
+            taken = self.launcher.time(lambda: [self._run(product, *call) for call in calls])
+            if taken < best_time:
+                best_time, best = taken, heuristic.algorithm
+        product.algorithm = best
+        self._choices[key] = list(best.data)
+
+    def save(self) -> None:
+        """Remember what was chosen for the next start."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._file.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(self._choices))
+        os.replace(draft, self._file)
+
+    def _run(self, product: Product, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        # Column-major, as cuBLAS sees it, this is out^T = weight x^T.
+        status = self._matmul(
+            self._handle, product.desc, ctypes.addressof(self._one), pointer(weight), product.a, pointer(x), product.b,
+            ctypes.addressof(self._zero), pointer(out), product.c, pointer(out), product.c,
+            ctypes.addressof(product.algorithm), pointer(self._workspace), WORKSPACE_BYTES, self.launcher.stream,
+        )  # fmt: skip
+        if status:
+            raise RuntimeError(f"cublasLtMatmul failed with status {status}")
+
+    def _prepare(self, shape: tuple) -> Product:
+        count, n, m, k, transposed = shape
+        desc = ctypes.c_void_p()
+        self._call("cublasLtMatmulDescCreate", ctypes.byref(desc), COMPUTE_SINGLE, SINGLE)
+        trans = ctypes.c_int32(transposed)
+        self._call("cublasLtMatmulDescSetAttribute", desc, DESC_TRANSA, ctypes.byref(trans), ctypes.c_size_t(4))
+        rows, columns = (k, m) if transposed else (m, k)
+        layouts = (self._layout(rows, columns, count), self._layout(k, n, count), self._layout(m, n, count))
+        product = Product(desc, *layouts, Algorithm())
+        chosen = self._choices.get(",".join(map(str, shape)))
+        if chosen:
+            product.algorithm.data[:] = chosen
+        else:
+            found = self._heuristics(product, 1)
+            if not found:
+                raise RuntimeError(f"cuBLASLt knows no algorithm for {shape}")
+            product.algorithm = found[0].algorithm
+        if len(self._products) >= MOST_PRODUCTS:
+            self._forget(next(iter(self._products)))
+        self._products[shape] = product
+        return product
+
+    def _forget(self, shape: tuple) -> None:
+        product = self._products.pop(shape)
+        self._call("cublasLtMatmulDescDestroy", product.desc)
+        for layout in (product.a, product.b, product.c):
+            self._call("cublasLtMatrixLayoutDestroy", layout)
+
+    def _layout(self, rows: int, columns: int, count: int) -> ctypes.c_void_p:
+        layout = ctypes.c_void_p()
+        self._call(
+            "cublasLtMatrixLayoutCreate", ctypes.byref(layout), HALF,
+            ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows),
+        )  # fmt: skip
+        if count > 1:
+            for attribute, value in (
+                (LAYOUT_BATCH_COUNT, ctypes.c_int32(count)),
+                (LAYOUT_BATCH_OFFSET, ctypes.c_int64(rows * columns)),
+            ):
+                size = ctypes.c_size_t(ctypes.sizeof(value))
+                self._call("cublasLtMatrixLayoutSetAttribute", layout, attribute, ctypes.byref(value), size)
+        return layout
+
+    def _heuristics(self, product: Product, count: int) -> list[Heuristic]:
+        """Return up to `count` algorithms that can run, the most promising first."""
+        preference = ctypes.c_void_p()
+        self._call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        size = ctypes.c_uint64(WORKSPACE_BYTES)
+        self._call(
+            "cublasLtMatmulPreferenceSetAttribute", preference, PREFERENCE_WORKSPACE, ctypes.byref(size), ctypes.c_size_t(8)
+        )
+        results, found = (Heuristic * count)(), ctypes.c_int()
+        status = self._lib.cublasLtMatmulAlgoGetHeuristic(
+            self._handle, product.desc, product.a, product.b, product.c, product.c, preference,
+            ctypes.c_int(count), results, ctypes.byref(found),
+        )  # fmt: skip
+        self._call("cublasLtMatmulPreferenceDestroy", preference)
+        if status not in (0, NOT_SUPPORTED):
+            raise RuntimeError(f"cublasLtMatmulAlgoGetHeuristic failed with status {status}")
+        return [result for result in results[: found.value] if result.status == 0]
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._lib, name)(*arguments)
+        if status:
+            raise RuntimeError(f"{name} failed with status {status}")
+
+
+def _shape(x: Tensor, weight: Tensor, in_out: bool) -> tuple:
+    """Return (problems, rows N, outputs M, inputs K, whether the weight is [M, K])."""
+    count = x.shape[0] if x.dim() == 3 else 1
+    m = weight.shape[-1] if in_out else weight.shape[-2]
+    return (count, x.shape[-2], m, x.shape[-1], 0 if in_out else 1)
+
+
+def _library() -> ctypes.CDLL:
+    for name in NAMES:
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        library.cublasLtGetVersion.restype = ctypes.c_size_t
+        return library
+    raise RuntimeError(f"none of {', '.join(NAMES)} can be loaded")
+
+
+def _read(file: Path) -> dict[str, list[int]]:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,151 @@
+"""Each op's kernels against the reference op, once, on the card that is there; what fails runs on the reference op instead.
+
+A driver, a compiler or a card that nobody tried must cost speed, never right answers. The result is kept beside the built
+library, so that the check runs once for each build and card.
+"""
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rwkv_batch import reference
+from rwkv_batch.kernel_ops import PLANES, KernelOps
+from rwkv_batch.launch import Launcher
+from rwkv_batch.reference import Rows
+from rwkv_batch.state import State
+from rwkv_batch.weights import HEAD_SIZE, Layer, ModelShape, Weights
+
+log = logging.getLogger("rwkv_batch.engine")
+
+OPS = ("embed", "add_norm_mix", "time_mix", "channel_mix", "logits")
+TOLERANCE = 1e-2  # relative RMS; fp16 rounding between kernels leaves about 1e-3
+WIDTH, FFN, VOCAB, RANKS = 256, 1024, 512, (32, 32, 16, 64)
+SLOTS = 100
+CASES = ([1], [1] * 7, [1] * 70, [40, 1, 7, 33])  # lengths of rows
+RESTORED = {plane: i for i, plane in enumerate(PLANES)}
+ORDER = [RESTORED[i] for i in range(len(PLANES))]  # from the kernels' order of planes back to the reference's
+
+
+class PartlyReferenceOps(KernelOps):
+    """Kernel ops of which some are replaced by the reference's. No CUDA graph can hold those."""
+
+    def __init__(self, weights: Weights, launcher: Launcher, replaced: frozenset[str], **limits: int):
+        super().__init__(weights, launcher, **limits)
+        self.replaced = replaced
+
+    def embed(self, embedding, tokens, rows, last_ids):
+        x = super().embed(embedding, tokens, rows, last_ids)
+        return x.copy_(reference.embed(embedding, tokens, rows, last_ids)) if "embed" in self.replaced else x
+
+    def add_norm_mix(self, x, y, weight, bias, mix, shift, rows):
+        if "add_norm_mix" not in self.replaced:
+            return super().add_norm_mix(x, y, weight, bias, mix, shift, rows)
+        added, mixed = reference.add_norm_mix(x, y, weight, bias, mix, shift, rows)
+        return x.copy_(added), mixed[list(PLANES[: len(mixed)])].half()
+
+    def time_mix(self, mixed, layer, wkv_state, rows, first_value):
+        if "time_mix" not in self.replaced:
+            return super().time_mix(mixed, layer, wkv_state, rows, first_value)
+        first = None if first_value is None else first_value.float()
+        y, first = reference.time_mix(mixed[ORDER].float(), layer, wkv_state, rows, first)
+        return y.half(), self._now.first_value.copy_(first)
+
+    def channel_mix(self, mixed, layer):
+        if "channel_mix" not in self.replaced:
+            return super().channel_mix(mixed, layer)
+        return reference.channel_mix(mixed.float(), layer).half()
+
+    def logits(self, x, y, weights, index):
+        return reference.logits(x, y, weights, index) if "logits" in self.replaced else super().logits(x, y, weights, index)
+
+
+def failing_ops(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None) -> list[str]:
+    """Return the names of ops whose kernels disagree with the reference here; remembered in `file`."""
+    key = f"{torch.cuda.get_device_name(launcher.device)}, torch {torch.__version__}, state {wkv_dtype}"
+    known = json.loads(file.read_text()) if file is not None and file.exists() else {}
+    if key not in known:
+        known[key] = [name for name in OPS if not _agrees(name, launcher, wkv_dtype)]
+        if file is not None:
+            file.write_text(json.dumps(known))
+    for name in known[key]:
+        log.error("the kernels of op %s DISAGREE with the reference on this card: it runs on the slow reference op", name)
+    return known[key]
+
+
+@torch.inference_mode()
+def _agrees(name: str, launcher: Launcher, wkv_dtype: torch.dtype) -> bool:
+    """Run the forward pass with only this op on kernels beside one with none."""
+    weights = random_weights(launcher.device)
+    limits = {"max_tokens": 128, "max_rows": 128}
+    all_reference = PartlyReferenceOps(weights, launcher, frozenset(OPS), **limits)
+    tested = PartlyReferenceOps(weights, launcher, frozenset(OPS) - {name}, **limits)
+    for lengths in CASES:
+        results = []
+        for ops in (all_reference, tested):
+            try:
+                results.append(_run(ops, weights, lengths, wkv_dtype))
+            except (RuntimeError, ValueError) as error:
+                log.error("op %s: %s", name, error)
+                return False
+        for one, other in zip(*results, strict=True):
+            if not float((one - other).norm()) <= TOLERANCE * float(one.norm()):  # NaN is a failure too
+                return False
+    return True
+
+
+def _run(ops: KernelOps, weights: Weights, lengths: list[int], wkv_dtype: torch.dtype) -> list[Tensor]:
+    """Return the logits of two steps and the state after them."""
+    from rwkv_batch.model import Model
+
+    generator = torch.Generator(device=weights.device).manual_seed(len(lengths))
+    state = State(weights.shape, SLOTS, shift_dtype=torch.float16, wkv_dtype=wkv_dtype, device=weights.device)
+    slots = [(7 * i + 3) % SLOTS for i in range(len(lengths))]
+    logits = []
+    for _ in range(2):
+        tokens = torch.randint(0, VOCAB, (sum(lengths),), generator=generator, device=weights.device)
+        logits.append(Model(weights, ops).forward(tokens, Rows(slots, lengths, weights.device), state).float())
+    return [*(t.clone() for t in logits), state.shift.float(), state.wkv.float()]
+
+
+def random_weights(device: torch.device, num_layers: int = 2) -> Weights:
+    """Return a small model of random numbers in fp16."""
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def normal(*dims: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
+        return torch.randn(*dims, generator=generator, device=device) * std + mean
+
+    def matrix(*dims: int, width: int = WIDTH) -> Tensor:
+        return normal(*dims, std=width**-0.5).half()
+
+    def layer(first: bool) -> Layer:
+        rank_w, rank_a, rank_v, rank_g = RANKS
+        k_a = normal(WIDTH, std=0.1, mean=1)
+        return Layer(
+            **{f"{norm}_{kind}": normal(WIDTH, std=0.1, mean=float(kind == "weight"))
+               for norm in ("ln1", "ln2", "ln_x") for kind in ("weight", "bias")},
+            att_mix=torch.rand(6, 1, WIDTH, generator=generator, device=device),
+            ffn_mix=torch.rand(1, 1, WIDTH, generator=generator, device=device),
+            w0=normal(WIDTH, mean=-2), a0=normal(WIDTH), v0=None if first else normal(WIDTH, mean=1),
+            w1=matrix(WIDTH, rank_w), w2=matrix(rank_w, WIDTH, width=rank_w),
+            a1=matrix(WIDTH, rank_a), a2=matrix(rank_a, WIDTH, width=rank_a),
+            v1=None if first else matrix(WIDTH, rank_v), v2=None if first else matrix(rank_v, WIDTH, width=rank_v),
+            g1=matrix(WIDTH, rank_g), g2=matrix(rank_g, WIDTH, width=rank_g),
+            k_k=normal(WIDTH, std=0.1, mean=0.8), k_a=k_a, keep_k=1 - k_a, r_k=normal(WIDTH // HEAD_SIZE, HEAD_SIZE, std=0.1),
+            rkv=matrix(3, WIDTH, WIDTH), output=matrix(WIDTH, WIDTH),
+            ffn_key=matrix(FFN, WIDTH), ffn_value=matrix(FFN, WIDTH, width=FFN),
+        )  # fmt: skip
+
+    return Weights(
+        shape=ModelShape(num_layers, WIDTH, FFN, VOCAB, *RANKS),
+        dtype=torch.float16,
+        fingerprint="",
+        embedding=normal(VOCAB, WIDTH).half(),
+        layers=[layer(first=i == 0) for i in range(num_layers)],
+        ln_out_weight=normal(WIDTH, std=0.1, mean=1),
+        ln_out_bias=normal(WIDTH, std=0.1),
+        head=matrix(VOCAB, WIDTH),
+        output_ids=torch.arange(VOCAB, device=device),
+    )

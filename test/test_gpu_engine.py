@@ -1,0 +1,218 @@
+"""The GPU engine against the reference ops in fp32 on the same weights, and against itself in other company."""
+
+import random
+
+import pytest
+import torch
+from models import ROOT
+
+from bench.synth_checkpoint import synth
+from rwkv_batch import assembly, kernels, reference
+from rwkv_batch import weights as weights_module
+from rwkv_batch.config import Config
+from rwkv_batch.decode_graphs import HALVED_FROM, DecodeGraphs
+from rwkv_batch.engine import Engine
+from rwkv_batch.model import Model
+from rwkv_batch.plan import Plan, Row
+from rwkv_batch.reference import Rows
+from rwkv_batch.request import Request, Sequence
+from rwkv_batch.state import State
+from sampling.params import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+assert ROOT
+# name: (layers, width, ranks of w, a, v, g, shift of the feed-forward key); the published widths, fewer layers
+SHAPES = {
+    "768": (12, 768, 64, 64, 32, 128, 1.15),
+    "2048": (6, 2048, 96, 96, 64, 256, 1.15),
+    "2560": (3, 2560, 96, 96, 64, 320, 1.25),
+    "4096": (4, 4096, 128, 128, 96, 480, 1.38),
+    "320": (3, 320, 32, 32, 16, 64, 1.15),
+}
+COSINE, RELATIVE = 0.9999, 1e-2  # of all logits together; a single row's cosine may fall to
+ROW_COSINE = 0.999
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+BATCHES = (1, 2, 7, 8, 9, 63, 64, 65, 320)
+_engines: dict[tuple, Engine] = {}
+
+
+def tensors_of(name: str) -> dict[str, torch.Tensor]:
+    return synth(SHAPES[name], vocab=4096, seed=7, device="cuda", place="cuda")
+
+
+def load(name: str, dtype: torch.dtype) -> weights_module.Weights:
+    return weights_module.from_tensors(tensors_of(name), dtype=dtype, device="cuda:0", progress=False)
+
+
+def engine_of(name: str, slots: int, sizes: list[int] | None = None, wkv_state: str = "fp16", max_tokens: int = 4096) -> Engine:
+    key = (name, slots, tuple(sizes or ()), wkv_state)
+    if key not in _engines:
+        _engines.clear()  # one at a time is enough memory
+        config = Config(ops="kernels", wkv_state=wkv_state)
+        weights = load(name, torch.float16)
+        library = kernels.library()
+        _engines[key] = assembly.build_engine(config, weights, slots, max_tokens=max_tokens, library=library, graph_sizes=sizes)
+    return _engines[key]
+
+
+def compare(got: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """Return the cosine and the relative RMS of all rows together, and assert that no row is far off."""
+    got, expected = got.double(), expected.double()
+    assert torch.nn.functional.cosine_similarity(got, expected, dim=-1).min() >= ROW_COSINE
+    cosine = torch.nn.functional.cosine_similarity(got.flatten(), expected.flatten(), dim=0)
+    relative = (got - expected).norm() / expected.norm()
+    return float(cosine), float(relative)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("wkv_state", ["fp16", "fp32"])
+@torch.inference_mode()
+def test_logits_equal_the_reference_in_fp32(name, wkv_state):
+    """512 decode steps and 4,096 prefilled tokens."""
+    if wkv_state == "fp32" and name not in ("768", "320"):
+        pytest.skip("the state's type is independent of the width")
+    engine = engine_of(name, 16, [8, 16], wkv_state)
+    judge = Model(load(name, torch.float32))
+    generator = torch.Generator(device="cuda").manual_seed(3)
+    tokens = torch.randint(1, 4096, (512, 8), generator=generator, device="cuda")
+    slots = [3, 0, 9, 15, 7, 4, 12, 1]
+    state = State(judge.weights.shape, 16, device="cuda")
+    engine.state.clear(slots)
+    got, expected = [], []
+    for step in tokens:
+        engine.state.last_ids[torch.tensor(slots, device="cuda")] = step
+        rows = Rows.decoding(torch.tensor(slots, device="cuda"))
+        got.append(engine.model.forward(None, rows, engine.state).clone())
+        expected.append(judge.forward(step, Rows(slots, [1] * 8, torch.device("cuda:0")), state))
+    cosine, relative = compare(torch.cat(got), torch.cat(expected))
+    print(f"{name} {wkv_state}: 512 decode steps: cosine {cosine:.6f}, relative RMS {relative:.2e}")
+    assert cosine >= COSINE
+    assert relative <= RELATIVE
+    text = torch.randint(1, 4096, (4096,), generator=generator, device="cuda")
+    at = torch.arange(15, 4096, 255, device="cuda")
+    rows = Rows([5], [4096], torch.device("cuda:0"))
+    engine.state.clear([5])
+    got = engine.model.forward(text, rows, engine.state, logits_of=at).clone()
+    expected = judge.forward(text, rows, state, logits_of=at)
+    cosine, relative = compare(got, expected)
+    print(f"{name} {wkv_state}: 4096 prefilled tokens: cosine {cosine:.6f}, relative RMS {relative:.2e}")
+    assert cosine >= COSINE
+    assert relative <= RELATIVE
+    difference = (engine.state.wkv[:, 5].float() - state.wkv[:, 5]).norm() / state.wkv[:, 5].norm()
+    assert difference <= RELATIVE
+
+
+@pytest.mark.parametrize("name", ["768", "4096"])
+@torch.inference_mode()
+def test_prefill_equals_token_by_token_decode(name):
+    engine = engine_of(name, 16, [8, 16])
+    text = torch.randint(1, 4096, (200,), device="cuda")
+    device = torch.device("cuda:0")
+    engine.state.clear([2, 6, 11])
+    whole = engine.model.forward(text, Rows([2], [200], device), engine.state).clone()
+    for token in text.split(1):
+        last = engine.model.forward(token, Rows([6], [1], device), engine.state)
+    cosine, relative = compare(last, whole)
+    assert cosine >= COSINE
+    assert relative <= RELATIVE
+    cuts = [1, 16, 33, 1, 100, 49]
+    for piece in text.split(cuts):
+        last = engine.model.forward(piece, Rows([11], [len(piece)], device), engine.state)
+    cosine, relative = compare(last, whole)
+    assert cosine >= COSINE
+    assert relative <= RELATIVE
+
+
+def start(engine: Engine, prompts: dict[int, list[int]]) -> dict[int, int]:
+    """Prefill prompts by slot, each alone, and return the ids sampled."""
+    ids = {}
+    for slot, prompt in prompts.items():
+        sequence = Sequence(Request(id=f"r{slot}", prompts=[prompt], sampling=GREEDY, max_tokens=1000), 0)
+        sequence.slot = slot
+        step = engine.submit(Plan([Row(sequence, prompt, sample=True, start=True)]))
+        ids[slot] = engine.collect(step)[0].id
+    return ids
+
+
+def decode(engine: Engine, slots: list[int]) -> list[int]:
+    sampled, _ = engine.graphs.replay(slots)
+    return sampled.ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batches"), [([320], BATCHES), ([8], (1, 2, 7, 8)), ([64], (9, 63, 64)), ([1], (1,)), ([448], (100, 448))]
+)
+@torch.inference_mode()
+def test_rows_do_not_depend_on_their_company(sizes, batches, monkeypatch):
+    """In one size of graph a row's greedy ids and its state are the same alone, in any company, and in any slot.
+
+    448 rows run as two halves side by side.
+    """
+    monkeypatch.setattr(DecodeGraphs, "_time", lambda self, graph, size: float(graph is self._graphs[size]))
+    num_slots = max(400, sizes[-1] + 80)
+    engine = engine_of("768", num_slots, sizes)
+    assert engine.graphs.halved == [size for size in sizes if size >= HALVED_FROM]
+    rng = random.Random(5)
+    prompts = [[rng.randrange(1, 4096) for _ in range(rng.randrange(3, 40))] for _ in range(max(batches))]
+    for batch in batches:
+        for tensor in (engine.state.shift, engine.state.wkv):
+            tensor.fill_(float("nan"))  # what nobody owns must not matter
+        slots = rng.sample(range(num_slots), batch)
+        start(engine, dict(zip(slots, prompts, strict=False)))
+        company = [decode(engine, slots) for _ in range(12)]
+        picked = rng.sample(range(batch), min(batch, 4))
+        for i in picked:
+            other = rng.choice([slot for slot in range(num_slots) if slot not in slots])
+            start(engine, {other: prompts[i]})
+            alone = [decode(engine, [other])[0] for _ in range(12)]
+            assert alone == [step[i] for step in company], f"row {i} of {batch}"
+            assert torch.equal(engine.state.wkv[:, other], engine.state.wkv[:, slots[i]])
+            assert torch.equal(engine.state.shift[:, :, other], engine.state.shift[:, :, slots[i]])
+        unused = [slot for slot in range(num_slots) if slot not in slots]
+        free = [slot for slot in unused if not torch.isfinite(engine.state.wkv[0, slot]).all()]
+        assert torch.isnan(engine.state.wkv[:, free]).all(), "a free slot was written"
+
+
+@torch.inference_mode()
+def test_neighbours_do_not_notice_joins_and_leaves():
+    engine = engine_of("768", 400, [320])
+    rng = random.Random(6)
+    prompts = {slot: [rng.randrange(1, 4096) for _ in range(rng.randrange(3, 40))] for slot in range(64)}
+    start(engine, prompts)
+    alone = {0: [decode(engine, [0])[0] for _ in range(40)]}
+    start(engine, {0: prompts[0]})
+    live, texts = [0], []
+    for step in range(40):
+        if step % 3 == 0:
+            joining = rng.choice([slot for slot in range(1, 64) if slot not in live])
+            start(engine, {joining: prompts[joining]})
+            live.append(joining)
+        if step % 5 == 4:
+            live.remove(rng.choice(live[1:]))
+        rng.shuffle(live)
+        texts.append(decode(engine, live)[live.index(0)])
+        if 0 in live:
+            live.remove(0)
+            live.insert(0, 0)
+    assert texts == alone[0]
+
+
+@torch.inference_mode()
+def test_poisoned_row_fails_alone():
+    engine = engine_of("768", 400, [320])
+    prompts = {slot: [slot + 1, 5, 9] for slot in range(8)}
+    start(engine, prompts)
+    engine.state.wkv[:, 3] = float("nan")
+    sampled, _ = engine.graphs.replay(list(range(8)))
+    assert sampled.finite.tolist() == [slot != 3 for slot in range(8)]
+
+
+def test_reference_ops_run_on_the_gpu():
+    """What a machine without a compiler gets."""
+    weights = load("320", torch.float16)
+    engine = assembly.build_engine(Config(ops="reference"), weights, 4, max_tokens=64)
+    assert engine.model.ops is reference
+    ids = start(engine, {0: [5, 6, 7], 1: [9]})
+    kernel_ids = start(engine_of("320", 8, [8]), {0: [5, 6, 7], 1: [9]})
+    assert ids == kernel_ids

@@ -1,0 +1,183 @@
+"""The Hopper matrix product against torch in fp32: values, and that a row depends on itself alone."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def gemm():
+    """The product; the test is skipped where there is none."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    from rwkv_batch.kernel_gemm import Gemm
+    from rwkv_batch.kernels import library
+    from rwkv_batch.launch import Launcher
+
+    product = Gemm(Launcher(library(0), "cuda:0"))
+    if not product.available:
+        pytest.skip("needs a Hopper GPU")
+    product.launcher.use_current_stream()
+    return product
+
+
+def random(*shape, scale=1.0):
+    return (torch.randn(*shape, device="cuda") * scale).half()
+
+
+def multiply(gemm, x, matrix, **options):
+    """The product into an output full of NaN."""
+    out = torch.full((*x.shape[:-1], matrix.M), torch.nan, dtype=torch.float16, device="cuda")
+    return gemm.gemm(x, matrix, out, **options)
+
+
+def relative_error(out, reference):
+    return ((out.double() - reference).norm() / reference.norm()).item()
+
+
+SHAPES = [(64, 64), (320, 64), (64, 320), (768, 768), (3072, 768), (2048, 2048), (4096, 1024), (192, 4096), (1024, 4160)]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("M", "K"), SHAPES)
+def test_values(gemm, M, K, transposed):
+    torch.manual_seed(M + K + transposed)
+    weight = random(K, M) if transposed else random(M, K)
+    matrix = gemm.prepare(weight, transposed)
+    w = (weight if transposed else weight.T).double()
+    for n in (1, 5, 8, 9, 16, 31, 64, 65, 100, 128, 160, 161, 200, 256, 257, 320, 513, 960):
+        x = random(n, K, scale=K**-0.5)
+        reference = x.double() @ w
+        assert relative_error(multiply(gemm, x, matrix), reference) < 4e-4, n
+        squared = multiply(gemm, x, matrix, relu_square=True)
+        assert relative_error(squared, reference.clamp(min=0) ** 2) < 4e-4, n
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stacked(gemm, transposed):
+    """Three products with inputs of their own in one launch, tiles that stick out of one not reaching into the next."""
+    torch.manual_seed(1)
+    K, M = 320, 576
+    weight = random(3, K, M) if transposed else random(3, M, K)
+    matrix = gemm.prepare(weight, transposed)
+    for n in (1, 7, 33, 130, 330):
+        x = random(3, n, K, scale=K**-0.5)
+        reference = x.double() @ (weight if transposed else weight.mT).double()
+        assert relative_error(multiply(gemm, x, matrix), reference) < 4e-4
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_plan(gemm, transposed):
+    """Any cut gives the same product."""
+    from rwkv_batch.kernel_gemm import TILES, Plan
+
+    torch.manual_seed(2)
+    M, K, n = 448, 1088, 150
+    weight = random(K, M) if transposed else random(M, K)
+    matrix = gemm.prepare(weight, transposed)
+    x = random(n, K, scale=K**-0.5)
+    reference = x.double() @ (weight if transposed else weight.T).double()
+    for height, tiles in TILES.items():
+        for tile in tiles:
+            for split in (1, 2, 4, 8):
+                for stages, clusters in ((3, 1), (3, 3), (4, 100)):
+                    plan = Plan(height, tile, split, stages, clusters)
+                    assert relative_error(multiply(gemm, x, matrix, plan=plan), reference) < 4e-4, plan
+
+
+def test_relu_square_saturates(gemm):
+    matrix = gemm.prepare(torch.full((64, 64), 4.0, dtype=torch.float16, device="cuda"))
+    out = multiply(gemm, torch.full((3, 64), 4.0, dtype=torch.float16, device="cuda"), matrix, relu_square=True)
+    assert (out == 65504).all()
+    nan = torch.full((3, 64), torch.nan, dtype=torch.float16, device="cuda")
+    assert multiply(gemm, nan, matrix, relu_square=True).isnan().all()
+
+
+@pytest.mark.parametrize(("M", "K"), [(768, 768), (2048, 2048), (4096, 4096), (16384, 4096), (4096, 16384)])
+def test_a_row_depends_on_itself_alone(gemm, M, K):
+    """Bit-equal whatever the other rows, the position, NaN next to it; and the number of rows, where K is split alike."""
+    torch.manual_seed(3)
+    matrix = gemm.prepare(random(M, K))
+    row = random(1, K, scale=K**-0.5)
+    expected = {}
+    for n in (1, 5, 8, 16, 40, 64, 96, 128, 320, 512, 960):
+        x = random(n, K, scale=K**-0.5)
+        x[n // 2] = row
+        out = multiply(gemm, x, matrix)[n // 2]
+        assert torch.equal(out, expected.setdefault(gemm.plan(n, matrix).split, out)), n
+        for position in (0, n // 3, n - 1):
+            x = torch.full((n, K), torch.nan, dtype=torch.float16, device="cuda")
+            x[position] = row
+            assert torch.equal(multiply(gemm, x, matrix)[position], out), (n, position)
+
+
+def test_in_a_graph_after_writers_of_its_input(gemm):
+    """Starting early, a product still sees what the kernels before it wrote, and leaves its output to those after it."""
+    torch.manual_seed(4)
+    C = 1024
+    matrices = [gemm.prepare(random(C, C, scale=C**-0.5)) for _ in range(8)]
+    x, buffers = random(8, C), [torch.empty(8, C, dtype=torch.float16, device="cuda") for _ in range(2)]
+
+    def chain():
+        gemm.launcher.use_current_stream()
+        value = x
+        for i, matrix in enumerate(matrices):
+            value = gemm.gemm(value, matrix, buffers[i % 2])
+            if i == 3:
+                value.mul_(2)
+        return value
+
+    expected = x
+    for i, matrix in enumerate(matrices):
+        expected = torch.nn.functional.linear(expected.double(), matrix.weight.double()).half() * (2 if i == 3 else 1)
+    graph = torch.cuda.CUDAGraph()
+    chain()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = chain()
+    gemm.launcher.use_current_stream()
+    results = []
+    for _ in range(50):
+        graph.replay()
+        results.append(out.clone())
+    assert relative_error(results[0], expected.double()) < 3e-3
+    assert all(torch.equal(r, results[0]) for r in results)
+
+
+def test_in_a_graph_after_copies_and_other_streams(gemm):
+    """A graph's other nodes before a product, and branches that join, are waited for."""
+    torch.manual_seed(5)
+    C = 512
+    matrix = gemm.prepare(random(C, C, scale=C**-0.5))
+    source, x, y, left, right = (random(16, C) for _ in range(5))
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        main = torch.cuda.current_stream()
+        gemm.launcher.use_current_stream()
+        x.copy_(source)
+        gemm.gemm(x, matrix, left)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            gemm.launcher.use_current_stream()
+            gemm.gemm(left, matrix, right)
+            right.mul_(3)
+        main.wait_stream(side)
+        gemm.launcher.use_current_stream()
+        gemm.gemm(right, matrix, y)
+    gemm.launcher.use_current_stream()
+    for _ in range(10):
+        source.normal_()
+        graph.replay()
+        expected = source
+        for factor in (1, 3, 1):
+            expected = (torch.nn.functional.linear(expected.double(), matrix.weight.double()).half()) * factor
+        assert relative_error(y, expected.double()) < 3e-3
+
+
+def test_refused(gemm):
+    with pytest.raises(ValueError, match="multiples of 64"):
+        gemm.prepare(random(96, 64))
+    matrix = gemm.prepare(random(64, 128))
+    with pytest.raises(ValueError, match="x: expected"):
+        multiply(gemm, random(4, 64), matrix)

@@ -1,0 +1,314 @@
+"""The kernels of cuda/linear.cu on a GPU against float64: sizes, independence of the other tokens, overlap, errors."""
+
+import pytest
+import torch
+from models import SHAPES, random_weights
+
+pytestmark = pytest.mark.gpu
+
+FEW = (1, 2, 3, 4, 5, 7, 8, 9, 16)
+MANY = (17, 63, 64, 65, 128, 129, 320, 513, 960, 1023, 1024, 1025, 4096)
+HALF_EPS = 2.0**-11
+SUM_EPS = 2e-6  # of fp32 sums, relative to the sum of absolute values
+
+
+@pytest.fixture(scope="module")
+def launcher():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    from rwkv_batch.kernels import library
+    from rwkv_batch.launch import Launcher
+
+    launcher = Launcher(library(0), "cuda:0")
+    launcher.use_current_stream()
+    return launcher
+
+
+@pytest.fixture(scope="module")
+def linear(launcher):
+    from rwkv_batch.kernel_linear import Linear
+
+    return Linear(launcher)
+
+
+def random(*shape, scale=1.0, seed=0, dtype=torch.float16):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (torch.randn(shape, generator=generator, device="cuda") * scale).to(dtype)
+
+
+def empty(*shape, dtype=torch.float16):
+    return torch.full(shape, torch.nan, dtype=dtype, device="cuda")
+
+
+def product64(x, weight_t, bias=None):
+    """(x weight_t + bias, bound of the error of its sum in fp32), float64."""
+    exact = x.double() @ weight_t.double()
+    bound = SUM_EPS * (x.double().abs() @ weight_t.double().abs())
+    return (exact if bias is None else exact + bias.double()), bound
+
+
+def assert_close(out, exact, bound):
+    assert out.isfinite().all()
+    rounding = HALF_EPS if out.dtype == torch.float16 else 2.0**-22
+    excess = ((out.double() - exact).abs() - bound - exact.abs() * rounding * 1.01 - 1e-7).max().item()
+    assert excess <= 0, f"off by {excess:.2e} more than rounding explains"
+
+
+def relu_square64(x):
+    return x.clamp(min=0).square().clamp(max=65504)
+
+
+class TestGemv:
+    @pytest.mark.parametrize("n", FEW)
+    @pytest.mark.parametrize(
+        ("problems", "rows", "width"), [(1, 320, 320), (3, 768, 768), (1, 1001, 1024), (1, 10240, 2560), (3, 4096, 4096)]
+    )
+    def test_against_float64(self, linear, n, problems, rows, width):
+        x, weight = random(problems, n, width), random(problems, rows, width, scale=width**-0.5, seed=1)
+        out = empty(problems, n, rows)
+        linear.gemv(x, weight, out)
+        assert_close(out, *product64(x, weight.mT))
+
+    @pytest.mark.parametrize("n", [1, 4, 16])
+    def test_head_of_odd_height(self, linear, n):
+        x, weight, out = random(n, 768), random(65531, 768, scale=0.03, seed=1), empty(n, 65531)
+        linear.gemv(x, weight, out)
+        assert_close(out, *product64(x, weight.mT))
+
+    @pytest.mark.parametrize("n", [1, 3, 8, 11])
+    def test_relu_square(self, linear, n):
+        x, weight, out = random(n, 1024, scale=30), random(4096, 1024, scale=0.2, seed=1), empty(n, 4096)
+        linear.gemv(x, weight, out, relu_square=True)
+        exact, bound = product64(x, weight.mT)
+        assert (exact > 256).any()  # squares beyond fp16 are clamped
+        assert_close(out, relu_square64(exact), 2 * exact.abs() * bound + bound * bound)
+
+    def test_same_bits_for_any_number_of_tokens(self, linear):
+        x, weight, out = random(16, 2048), random(1024, 2048, seed=1), empty(16, 1024)
+        linear.gemv(x, weight, out)
+        for n in FEW:
+            part = empty(n, 1024)
+            linear.gemv(x[16 - n :].contiguous(), weight, part)
+            assert torch.equal(part, out[16 - n :])
+
+
+def random_pack(width, ranks, *, has_v=True, seed=5):
+    from rwkv_batch.kernel_linear import LowRank
+
+    ranks = tuple(r if has_v or i != 2 else 0 for i, r in enumerate(ranks))
+    down = random(sum(ranks), width, scale=width**-0.5, seed=seed)
+    up = random(sum(ranks) * width, scale=0.1, seed=seed + 1)
+    w0, a0, v0 = random(3, width, seed=seed + 2, dtype=torch.float32).unbind()
+    return LowRank(down, up, w0.clone(), a0.clone(), v0.clone() if has_v else None, ranks)
+
+
+def run_down(linear, mixed, pack):
+    hidden = empty(mixed.shape[1], pack.rank)
+    linear.low_rank_down(mixed, pack, hidden)
+    return hidden
+
+
+def run_up(linear, hidden, pack):
+    n, c = hidden.shape[0], pack.width
+    u, rate, blend, gate = empty(n, c, dtype=torch.float32), empty(n, c), empty(n, c), empty(n, c)
+    linear.low_rank_up(hidden, pack, u, rate, blend if pack.v0 is not None else None, gate)
+    return [u, rate, gate] + ([blend] if pack.v0 is not None else [])
+
+
+def assert_low_rank(linear, mixed, pack):
+    """Both halves of all pairs against float64."""
+    hidden = run_down(linear, mixed, pack)
+    u, rate, gate, *blend = run_up(linear, hidden, pack)
+    outputs = {"w": (u, pack.w0), "a": (rate, pack.a0), "v": (*blend, pack.v0), "g": (gate, None)}
+    row = 0
+    for name, plane, rank in zip("wavg", (3, 4, 2, 5), pack.ranks, strict=True):
+        if rank == 0:
+            continue
+        exact, bound = product64(mixed[plane], pack.down[row : row + rank].T)
+        part = hidden[:, row : row + rank]
+        final = {"w": torch.tanh, "g": torch.sigmoid}.get(name, lambda t: t)
+        assert_close(part, final(exact), bound + 1e-6)
+        out, bias = outputs[name]
+        matrix = pack.up[row * pack.width : (row + rank) * pack.width].view(pack.width, rank)
+        exact, bound = product64(part, matrix.T, bias)
+        assert_close(out, exact.sigmoid() if name in "av" else exact, bound + 1e-6)
+        row += rank
+
+
+class TestLowRank:
+    @pytest.mark.parametrize("n", FEW + MANY)
+    @pytest.mark.parametrize(
+        ("width", "ranks", "has_v"),
+        [(320, (32, 32, 32, 64), False), (768, (64, 64, 32, 128), True), (2560, (96, 96, 64, 320), True)],
+    )
+    def test_against_float64(self, linear, n, width, ranks, has_v):
+        assert_low_rank(linear, random(6, n, width), random_pack(width, ranks, has_v=has_v))
+
+    @pytest.mark.parametrize("n", [1, 8, 16, 64, 320, 1024])
+    @pytest.mark.parametrize("ranks", [(128, 128, 96, 480), (192, 192, 128, 384)])
+    def test_large_models(self, linear, n, ranks):
+        assert_low_rank(linear, random(6, n, 4096), random_pack(4096, ranks))
+
+    @pytest.mark.parametrize("layer", [0, 1])
+    @pytest.mark.parametrize("name", ["tiny", "wide ranks"])
+    def test_pack_of_a_layer(self, linear, name, layer):
+        from rwkv_batch.kernel_linear import LowRank
+
+        weights = random_weights(SHAPES[name]).layers[layer]
+        moved = {key: None if t is None else t.cuda() for key, t in vars(weights).items()}
+        layer = type(weights)(**moved)
+        mixed = random(6, 21, layer.w0.shape[0])
+        u, rate, gate, *blend = run_up(linear, run_down(linear, mixed, LowRank.pack(layer)), LowRank.pack(layer))
+        _, _, x_v, x_w, x_a, x_g = mixed.float().unbind()
+        close = {"atol": 5e-3, "rtol": 5e-3}
+        torch.testing.assert_close(u, layer.w0 + (x_w @ layer.w1).tanh() @ layer.w2, **close)
+        torch.testing.assert_close(rate.float(), (layer.a0 + x_a @ layer.a1 @ layer.a2).sigmoid(), **close)
+        torch.testing.assert_close(gate.float(), (x_g @ layer.g1).sigmoid() @ layer.g2, **close)
+        if layer.v0 is not None:
+            torch.testing.assert_close(blend[0].float(), (layer.v0 + x_v @ layer.v1 @ layer.v2).sigmoid(), **close)
+
+    def test_ranks_are_padded(self):
+        from rwkv_batch.kernel_linear import LowRank
+
+        pack = LowRank.pack(random_weights(SHAPES["one head"]).layers[0])  # ranks 8, 16, (8,) 24
+        assert pack.ranks == (32, 32, 0, 32)
+        assert pack.down.shape == (96, 64)
+        assert not pack.down[8:32].any()
+        assert pack.up.view(3, 64, 32)[0, :, 8:].count_nonzero() == 0
+
+    @pytest.mark.parametrize("n", [3, 8, 16, 17, 64, 200, 400, 960, 1500])
+    def test_a_token_is_its_own(self, linear, n):
+        """Neither the place of a token nor what the others hold, be it infinite, changes a bit of its results."""
+        pack = random_pack(1024, (64, 64, 32, 128))
+        mixed = random(6, n, 1024)
+        hidden = run_down(linear, mixed, pack)
+        outputs = run_up(linear, hidden, pack)
+        order = torch.randperm(n, device="cuda")
+        moved_hidden = run_down(linear, mixed[:, order].contiguous(), pack)
+        assert torch.equal(moved_hidden, hidden[order])
+        for moved, out in zip(run_up(linear, moved_hidden, pack), outputs, strict=True):
+            assert torch.equal(moved, out[order])
+        mixed[:, 1:] = torch.inf
+        alone = run_down(linear, mixed, pack)
+        assert torch.equal(alone[0], hidden[0])
+        for broken, out in zip(run_up(linear, alone, pack), outputs, strict=True):
+            assert torch.equal(broken[0], out[0])
+
+    @pytest.mark.parametrize("n", FEW)
+    @pytest.mark.parametrize("has_v", [True, False])
+    def test_project_equals_its_parts(self, linear, n, has_v):
+        pack = random_pack(768, (64, 64, 32, 128), has_v=has_v)
+        mixed, weight = random(6, n, 768), random(3, 768, 768, seed=1)
+        rkv, hidden, expected = empty(3, n, 768), empty(n, pack.rank), empty(3, n, 768)
+        linear.project(mixed, weight, pack, rkv, hidden)
+        linear.gemv(mixed[:3], weight, expected)
+        assert torch.equal(rkv, expected)
+        assert torch.equal(hidden, run_down(linear, mixed, pack))
+
+
+def sparse_hidden(n, units, off=0.9, seed=3):
+    values = relu_square64(random(n, units, seed=seed, dtype=torch.float32)) + 2**-14
+    kept = torch.rand(n, units, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)) >= off
+    return (values * kept).half()
+
+
+class TestSparseProject:
+    @pytest.mark.parametrize("n", range(1, 9))
+    @pytest.mark.parametrize("width", [64, 320, 768, 1024, 2048, 2560, 4096])
+    def test_against_float64(self, linear, n, width):
+        units = 4 * width + (4 if width == 320 else 0)
+        hidden, weight = sparse_hidden(n, units), random(units, width, scale=0.05, seed=1)
+        out = empty(n, width)
+        linear.sparse_project(hidden, weight, out)
+        assert_close(out, *product64(hidden, weight))
+
+    @pytest.mark.parametrize("off", [0.0, 1.0])
+    @pytest.mark.parametrize("n", [1, 2, 4, 8])
+    def test_all_or_nothing(self, linear, n, off):
+        hidden, weight, out = sparse_hidden(n, 8192, off), random(8192, 2048, scale=0.05, seed=1), empty(n, 2048)
+        linear.sparse_project(hidden, weight, out)
+        assert_close(out, *product64(hidden, weight))
+
+    def test_rows_of_inactive_units_are_not_read(self, linear):
+        hidden, weight, out = sparse_hidden(3, 4096), random(4096, 1024, seed=1), empty(3, 1024)
+        weight[(hidden == 0).all(0)] = torch.nan
+        linear.sparse_project(hidden, weight, out)
+        assert out.isfinite().all()
+
+    @pytest.mark.parametrize("width", [768, 2048, 4096])
+    def test_same_bits_with_any_others(self, linear, width):
+        hidden, weight, out = sparse_hidden(8, 4 * width), random(4 * width, width, seed=1), empty(8, width)
+        linear.sparse_project(hidden, weight, out)
+        hidden[3, ::7] = torch.inf
+        for n in range(1, 9):
+            part = empty(n, width)
+            linear.sparse_project(hidden[8 - n :].contiguous(), weight, part)
+            fine = [i for i in range(n) if 8 - n + i != 3]
+            assert torch.equal(part[fine], out[8 - n :][fine])
+
+
+@pytest.mark.parametrize("shape", [(1, 1024), (3, 1288), (960, 16384)])
+def test_relu_square(linear, shape):
+    hidden = random(*shape, scale=120)
+    expected = relu_square64(hidden.double()).half()
+    linear.relu_square_(hidden)
+    assert torch.equal(hidden, expected)
+    assert hidden.max() == 65504
+
+
+@pytest.mark.parametrize("n", [1, 4, 8, 16, 64, 320, 1024])
+def test_overlapping_launches_give_the_same(launcher, n):
+    """A chain of dependent launches in a graph, that writes and rereads the same buffers, many times over."""
+    from rwkv_batch.kernel_linear import MAX_GEMV, MAX_SPARSE, Linear
+
+    width = 1024
+    pack = random_pack(width, (64, 64, 32, 128))
+    first, second = random(4 * width, width, scale=0.03, seed=7), random(4 * width, width, scale=0.03, seed=8)
+    mixed = random(6, n, width)
+    x, hidden, inner = mixed[0], empty(n, pack.rank), empty(n, 4 * width)
+    u, rate, blend = empty(n, width, dtype=torch.float32), empty(n, width), empty(n, width)
+
+    def chain(linear):
+        for _ in range(4):
+            linear.low_rank_down(mixed, pack, hidden)
+            linear.low_rank_up(hidden, pack, u, rate, blend, mixed[5])
+            if n <= MAX_GEMV:
+                linear.gemv(x, first, inner)
+            linear.relu_square_(inner)
+            if n <= MAX_SPARSE:
+                linear.sparse_project(inner, second, x)
+
+    def results(overlap):
+        mixed.copy_(random(6, n, width))
+        inner.copy_(random(n, 4 * width, scale=0.5, seed=9))
+        linear = Linear(launcher, overlap=overlap)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                launcher.use_current_stream()
+                chain(linear)
+        finally:
+            launcher.use_current_stream()
+        graph.replay()
+        torch.cuda.synchronize()
+        return [t.clone() for t in (mixed, hidden, inner, u, rate, blend)]
+
+    expected = results(overlap=False)
+    for _ in range(5):
+        for got, want in zip(results(overlap=True), expected, strict=True):
+            assert torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
+def test_errors_name_the_argument(linear):
+    x, weight, out = random(2, 128), random(64, 128), empty(2, 64)
+    for name, call in {
+        "x": lambda: linear.gemv(x.float(), weight, out),
+        "weight": lambda: linear.gemv(x, weight[:, :64], out),
+        "out": lambda: linear.gemv(x, weight, out.t()),
+        "N 17": lambda: linear.gemv(random(17, 128), weight, empty(17, 64)),
+        "N 9": lambda: linear.sparse_project(random(9, 64), weight, empty(9, 128)),
+        "hidden": lambda: linear.low_rank_down(random(6, 2, 128), random_pack(128, (32, 32, 32, 32)), out),
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            call()
