@@ -3,14 +3,14 @@
 // The rules are those of sampling/reference.py, in the same order; so are the random numbers, and a seed gives
 // the same text on CPU and GPU up to the rounding of sums at the borders between columns.
 //
-// One block a row at a time. A fp16 row is held in shared memory, so that memory is asked for it once; a multiprocessor has room
-// for one row, so the next one is copied in while the draw from this one ends. Other rows are read again in every pass, from the
-// L2 cache. The boundary of a filter is a value, theta, found without sorting the vocabulary, as in Rapid-Sampling
+// One block a row at a time. A fp16 row is held in shared memory, so that memory is asked for it once; a multiprocessor has
+// room for one row, so the next one is copied in while the draw from this one ends. Other rows are read again in every pass,
+// from the L2 cache. The boundary of a filter is a value, theta, found without sorting the vocabulary, as in Rapid-Sampling
 // (Triang-jyed-driung):
 //   - a top_k of at most MAX_RANKED: the k-th largest of the threads' own maxima is a lower bound of theta, and only the few
 //     columns at or above it are ranked (`rank`);
-//   - else `search`: a histogram of counts or of masses; then the columns in the bucket that holds theta are ranked or, if there
-//     are too many, counted in a histogram of their own.
+//   - else `search`: a histogram of counts or of masses; then the columns in the bucket that holds theta are ranked or, if
+//     there are too many, counted in a histogram of their own.
 // Then one pass in the order of the columns adds up what is kept and draws (`draw`). Penalties are zero but for tokens sampled
 // before, so a bit for every eight columns tells which need a look. A sum's order does not depend on chance nor on other rows.
 
@@ -211,8 +211,8 @@ __device__ float kth_largest(float value, int k) {
     return found > key_of(-INFINITY) ? value_of(found) : -FLT_MAX;
 }
 
-// Start to copy into shared memory; the calling thread may read what it copied after `await_copies`. Ask for a line of 128 bytes
-// to be brought into the L2 cache. The largest of eight fp16 values, NaN when one is.
+// Start to copy into shared memory; the calling thread may read what it copied after `await_copies`. Ask for a line of 128
+// bytes to be brought into the L2 cache. The largest of eight fp16 values, NaN when one is.
 #ifdef RWKV_HIP
 __device__ __forceinline__ void copy16_later(void* to, const void* from) {
     *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
@@ -611,7 +611,7 @@ __device__ __forceinline__ float search(const R& row, bool by_count, float lowes
             if (t % 4 == 0) sh.masses[bucket] = by_count ? sum : sum * (most / UNIT) * exp2_of((0.5f - bucket) * bits);
         }
         __syncthreads();
-        // Every warp finds the first bucket that reaches the target; the last with anything, should rounding leave it unreached.
+        // Every warp finds the first bucket that reaches the target; the last with anything, should rounding leave it out.
         constexpr int EACH = BUCKETS / LANES;
         float sums[EACH], own = 0;
 #pragma unroll
@@ -665,8 +665,8 @@ __device__ __forceinline__ float search(const R& row, bool by_count, float lowes
     }
 }
 
-// Draw among the columns above theta, each by its weight, and those equal to it, each by a weight, `edge`, that makes the mass p
-// or the number k; `whole`: by their own. Without FILTERED: among all. In the order of columns: the first whose running sum
+// Draw among the columns above theta, each by its weight, and those equal to it, each by a weight, `edge`, that makes the mass
+// p or the number k; `whole`: by their own. Without FILTERED: among all. In the order of columns: the first whose running sum
 // exceeds the draw's number times the total. All threads get the column.
 template <bool FILTERED, class R>
 __device__ __forceinline__ int draw(const R& row, const Softmax& softmax, float theta, float k, float p, bool whole,

@@ -68,7 +68,7 @@ class Controls:
     choice           [S] int64
     step             [S] int64, sampled-token index; a sampler adds one for each row it samples
     first_end        [S] int64, the first step at which the end token may be sampled
-    bias_columns     [S, K] int64 and bias_values [S, K] fp32: the logit bias, unused places hold column 0 and bias 0;
+    bias_columns     [S, K] int64 and bias_values [S, K] fp32: the logit bias, unused places hold bias 0;
                      None before the first biased row, K doubles when a row needs more (a captured graph is then stale)
     penalties        [S, U] fp32, by column; None before the first penalised row, read only in slots with `penalized`
     needs            S host records
@@ -179,14 +179,18 @@ class Controls:
         return bias
 
     def _start_bias(self, index: Tensor, biases: list[dict[int, float]]) -> None:
-        longest = max(len(bias) for bias in biases)
-        if self.bias_columns is None and longest == 0:
+        if self.bias_values is not None:
+            self.bias_values.index_fill_(0, index, 0)
+        biased = [i for i, bias in enumerate(biases) if bias]
+        if not biased:
             return
+        longest = max(len(biases[i]) for i in biased)
         self._widen_bias(longest)
-        width = self.bias_columns.shape[1]
-        padded = [list(bias.items()) + [(0, 0.0)] * (width - len(bias)) for bias in biases]
-        self.bias_columns.index_copy_(0, index, self._copied([[c for c, _ in row] for row in padded], torch.int64))
-        self.bias_values.index_copy_(0, index, self._copied([[v for _, v in row] for row in padded], torch.float32))
+        index = index.index_select(0, self._copied(biased, torch.int64))
+        padded = [list(biases[i].items()) + [(0, 0.0)] * (longest - len(biases[i])) for i in biased]
+        columns, values = self.bias_columns[:, :longest], self.bias_values[:, :longest]
+        columns.index_copy_(0, index, self._copied([[c for c, _ in row] for row in padded], torch.int64))
+        values.index_copy_(0, index, self._copied([[v for _, v in row] for row in padded], torch.float32))
 
     def _widen_bias(self, num_pairs: int) -> None:
         old_width = 0 if self.bias_columns is None else self.bias_columns.shape[1]

@@ -16,7 +16,6 @@ from sampling.reference import report_logprobs
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 WAYS = {"greedy": 0, "plain": 1, "joint": 2, "sequential": 3}  # and 4 gumbel, 5 noise
-MAX_BIAS = 300  # pairs a row; what the OpenAI surface allows
 TENSORS = ("temperature", "top_k", "top_p", "alpha_presence", "alpha_frequency", "alpha_decay", "noise", "penalized")
 POINTER = ctypes.c_void_p
 
@@ -30,7 +29,7 @@ class SampleArgs(ctypes.Structure):
         ("type", ctypes.c_int32),
         ("num_rows", ctypes.c_int32),
         ("num_columns", ctypes.c_int32),
-        ("num_bias", ctypes.c_int32),
+        ("bias_width", ctypes.c_int32),
         ("slots", POINTER),
         ("ids", POINTER),
         ("first_id", ctypes.c_int64),
@@ -43,8 +42,9 @@ class SampleArgs(ctypes.Structure):
         ("first_end", POINTER),
         ("bias_columns", POINTER),
         ("bias_values", POINTER),
-        ("biased", POINTER),
+        ("num_bias", POINTER),
         ("penalties", POINTER),
+        ("touched", POINTER),
         ("pending_column", POINTER),
         ("pending_penalty", POINTER),
         ("out_ids", POINTER),
@@ -64,9 +64,11 @@ class RapidSampler:
         library: the built kernels, see `rwkv_batch.kernels.library`
         allowed: [U] bool, columns that may be sampled; None = all
         last_ids: [S] int64 on the device, written beside the result: a step's input; or None
+        max_bias: entries of a row's logit bias, at most; ValueError from `start_many` for more
 
     `controls.penalties` holds each slot's penalties as of the step before without the token sampled there; that token and what
-    it adds are `pending_column` and `pending_penalty`, applied by the next step in the pass that reads the penalties anyway.
+    it adds are `pending_column` and `pending_penalty`, applied by the next step. `touched` has a bit for every eight columns
+    of a slot; where it is 0 the penalties are 0 and are neither read nor decayed.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class RapidSampler:
         *,
         allowed: Tensor | None = None,
         last_ids: Tensor | None = None,
+        max_bias: int = 1024,
     ):
         self.controls = Controls(num_slots, ids, device)
         self.ids = ids.to(device)
@@ -91,25 +94,32 @@ class RapidSampler:
         self._allowed = None if allowed is None else pack_bits(allowed).to(device)
         self._last_ids = last_ids
         self._way = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        self._biased = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self._num_bias = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self._touched = torch.zeros(num_slots, -(-num_columns // 256), dtype=torch.int32, device=device)
         self._pending_column = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
         self._pending_penalty = torch.zeros(num_slots, dtype=torch.float32, device=device)
         self.boundary: Tensor | None = None  # [B, 3] set by tests to see what the filters found
         # At their places from the start, so that no graph is ever stale.
         self.controls.penalties = torch.zeros(num_slots, num_columns, dtype=torch.float32, device=device)
-        self.controls.bias_columns = torch.zeros(num_slots, MAX_BIAS, dtype=torch.int64, device=device)
-        self.controls.bias_values = torch.zeros(num_slots, MAX_BIAS, dtype=torch.float32, device=device)
+        self.controls.bias_columns = torch.zeros(num_slots, max_bias, dtype=torch.int64, device=device)
+        self.controls.bias_values = torch.zeros(num_slots, max_bias, dtype=torch.float32, device=device)
+        self._max_bias = max_bias
+        self._args = self._lasting_args()
 
     def start_many(self, slots: Sequence[int], params: Sequence[SamplingParams], choices: Sequence[int]) -> None:
         """See `Controls.start_many`."""
+        lengths = [len(p.logit_bias) for p in params]
+        if max(lengths, default=0) > self._max_bias:
+            raise ValueError(f"logit_bias: {max(lengths)} entries, room is for {self._max_bias}")
         self.controls.start_many(slots, params, choices)
         needs = [self.controls.needs[slot] for slot in slots]
         ways = [WAYS.get(need.way) or (0 if need.way == "greedy" else 4 + (p.rule == "noise"))
                 for need, p in zip(needs, params, strict=True)]  # fmt: skip
         index = torch.tensor(slots).to(self.device, non_blocking=True)
-        for target, values in ((self._way, ways), (self._biased, [need.biased for need in needs])):
+        for target, values in ((self._way, ways), (self._num_bias, lengths)):
             target.index_copy_(0, index, torch.tensor(values, dtype=target.dtype).to(self.device, non_blocking=True))
         self._pending_column.index_fill_(0, index, -1)
+        self._touched.index_fill_(0, index, 0)
 
     def sample(self, logits: Tensor, slots: Tensor, slot_list: Sequence[int] | None = None) -> Sampled:
         """Sample one token for each row of `logits` [B, U]; slot -1 = padding, whose row is left alone.
@@ -126,21 +136,43 @@ class RapidSampler:
             return sampled
         return report_logprobs(self.controls, self.ids, sampled, logits, slots, needs)
 
-    def launch(self, logits: Tensor, slots: Tensor) -> Sampled:
-        """Start the kernel on torch's current stream; nothing is waited for."""
-        num_rows, num_columns = len(slots), len(self.ids)
+    def launch(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        *,
+        out_ids: Tensor | None = None,
+        out_finite: Tensor | None = None,
+        stream: int | None = None,
+    ) -> Sampled:
+        """Start the kernel; nothing is waited for.
+
+        Args:
+            logits: [B, U]; rows may be further apart than U, and are read faster when 16-byte aligned
+            slots: [B] int64, distinct; -1 = padding: id 0 and nothing else is written for the row
+            out_ids, out_finite: [B] int64 and [B] bool, contiguous, written instead of new tensors
+            stream: the CUDA stream's number; default: torch's current one
+        """
         self._check(logits, slots)
-        ids = torch.empty(num_rows, dtype=torch.int64, device=self.device)
-        finite = torch.empty(num_rows, dtype=torch.bool, device=self.device)
+        ids = torch.empty_like(slots) if out_ids is None else out_ids
+        finite = torch.empty_like(slots, dtype=torch.bool) if out_finite is None else out_finite
+        args = self._args
+        args.logits, args.stride, args.type = logits.data_ptr(), logits.stride(0), TYPES[logits.dtype]
+        args.num_rows, args.slots = len(slots), slots.data_ptr()
+        args.out_ids, args.out_finite, args.out_boundary = ids.data_ptr(), finite.data_ptr(), _pointer(self.boundary)
+        if stream is None:
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+        error = self._sample(ctypes.byref(args), stream)
+        if error:
+            raise RuntimeError(f"rwkv_sample failed with CUDA error {error}")
+        return Sampled(ids, finite)
+
+    def _lasting_args(self) -> SampleArgs:
+        """Return the arguments that are the same for every launch."""
         controls = self.controls
-        args = SampleArgs(
-            logits=logits.data_ptr(),
-            stride=logits.stride(0),
-            type=TYPES[logits.dtype],
-            num_rows=num_rows,
-            num_columns=num_columns,
-            num_bias=controls.bias_columns.shape[1],
-            slots=slots.data_ptr(),
+        return SampleArgs(
+            num_columns=len(self.ids),
+            bias_width=self._max_bias,
             ids=None if self._first_id is not None else self.ids.data_ptr(),
             first_id=self._first_id or 0,
             allowed=_pointer(self._allowed),
@@ -152,28 +184,22 @@ class RapidSampler:
             first_end=controls.first_end.data_ptr(),
             bias_columns=controls.bias_columns.data_ptr(),
             bias_values=controls.bias_values.data_ptr(),
-            biased=self._biased.data_ptr(),
+            num_bias=self._num_bias.data_ptr(),
             penalties=controls.penalties.data_ptr(),
+            touched=self._touched.data_ptr(),
             pending_column=self._pending_column.data_ptr(),
             pending_penalty=self._pending_penalty.data_ptr(),
-            out_ids=ids.data_ptr(),
-            out_finite=finite.data_ptr(),
             last_ids=_pointer(self._last_ids),
-            out_boundary=_pointer(self.boundary),
         )
-        error = self._sample(ctypes.byref(args), torch.cuda.current_stream(self.device).cuda_stream)
-        if error:
-            raise RuntimeError(f"rwkv_sample failed with CUDA error {error}")
-        return Sampled(ids, finite)
 
-    def penalties(self, slots: Sequence[int]) -> Tensor:
-        """Return the penalties that the next step subtracts [len(slots), U]."""
-        index = torch.tensor(slots, device=self.device)
-        penalties = self.controls.penalties[index] * self.controls.alpha_decay[index, None]
-        for i, slot in enumerate(slots):
-            if (column := int(self._pending_column[slot])) >= 0:
-                penalties[i, column] += self._pending_penalty[slot]
-        return penalties
+    def penalties(self, slots: Tensor) -> Tensor:
+        """Return the penalties that the next step subtracts [B, U]; `slots` [B] int64."""
+        controls = self.controls
+        penalties = controls.penalties.index_select(0, slots) * controls.alpha_decay.index_select(0, slots)[:, None]
+        column = self._pending_column.index_select(0, slots).long()
+        hit = torch.where(column >= 0, self._pending_penalty.index_select(0, slots), 0)
+        penalties.scatter_add_(1, column.clamp(min=0)[:, None], hit[:, None])
+        return torch.where(controls.penalized.index_select(0, slots)[:, None], penalties, 0)
 
     def _check(self, logits: Tensor, slots: Tensor) -> None:
         expected = (len(slots), len(self.ids))

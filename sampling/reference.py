@@ -27,15 +27,13 @@ import torch
 from torch import Tensor
 
 from sampling.base import END, RULES, Controls, Needs, Sampled
+from sampling.gumbel import MAX_GUMBEL, gumbel, noisy_argmax
 from sampling.params import SamplingParams
 from sampling.philox import MASK, philox, uniform
 
 FIRST_SIZE, LAST_SIZE = 64, 4096  # how many of the best columns a filter looks at first, and at most before it takes all
 NUM_AHEAD = 32  # steps whose draw numbers are made at once
-NUM_TRIED = 16  # columns whose noise is evaluated to learn which others can win
 GUMBEL = RULES.index("gumbel")
-MIN_EXPONENTIAL = 6.2e-5
-MAX_GUMBEL = 9.69  # -log(MIN_EXPONENTIAL), rounded up
 
 Cut = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
 
@@ -127,26 +125,15 @@ class ReferenceSampler:
         return columns, best.isfinite()
 
     def _noisy(self, z: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest x after noise. Noise is evaluated where it can matter only: first on a few of the best columns, then on
-        all that the most noise would lift to the best of those."""
         controls = self.controls
-        x = self._tempered(z, slots)
-        best, tried = x.topk(min(NUM_TRIED, x.shape[1]))  # [R, n]
-        lifted = self._lifted(best.flatten(), slots.repeat_interleave(best.shape[1]), tried.flatten())
-        bar = lifted.view_as(best).amax(-1)
-        most = torch.where(at(controls.rule, slots) == GUMBEL, MAX_GUMBEL, at(controls.noise, slots))
-        bar = bar - most - 1e-6 * bar.abs()  # the last term covers the rounding of the sums
-        can_win = (x >= bar[:, None]).flatten().nonzero()[:, 0]  # [n], places in flat x
-        flat = x.flatten()
-        rows = can_win // x.shape[1]
-        flat.index_copy_(0, can_win, self._lifted(at(flat, can_win), at(slots, rows), can_win - rows * x.shape[1]))
-        return x.argmax(-1), best[:, 0].isfinite()
+        is_gumbel, noise = at(controls.rule, slots) == GUMBEL, at(controls.noise, slots)
 
-    def _lifted(self, x: Tensor, slots: Tensor, columns: Tensor) -> Tensor:
-        """Return x [n] with the noise of slots [n] and columns [n] in this step."""
-        u = self._column_numbers(slots, at(self.ids, columns))
-        gumbel = (-u.log()).clamp_(min=MIN_EXPONENTIAL).log().neg_()
-        return x + torch.where(at(self.controls.rule, slots) == GUMBEL, gumbel, at(self.controls.noise, slots) * u)
+        def lift(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+            u = self._column_numbers(at(slots, rows), at(self.ids, columns))
+            return values + torch.where(at(is_gumbel, rows), gumbel(u), at(noise, rows) * u)
+
+        columns, largest = noisy_argmax(self._tempered(z, slots), torch.where(is_gumbel, MAX_GUMBEL, noise), lift)
+        return columns, largest.isfinite()
 
     def _tempered(self, z: Tensor, slots: Tensor) -> Tensor:
         """Return x [R, U] fp32, a new tensor."""

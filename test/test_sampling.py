@@ -7,7 +7,9 @@ import pytest
 import sampling_oracle as oracle
 import torch
 
+from sampling import flashinfer
 from sampling.base import NEVER, Controls, Sampled
+from sampling.choose import choose
 from sampling.params import SamplingParams
 from sampling.philox import philox, uniform
 from sampling.reference import ReferenceSampler, best_columns, joint_cut, sequential_cut
@@ -560,3 +562,19 @@ def test_shapes_are_checked():
         sample(started([unpenalized()], 4), torch.zeros(1, 5))
     with pytest.raises(ValueError, match="differ in length"):
         started([unpenalized()], 4).start_many([0], [], [])
+
+
+# --- which sampler runs ---
+
+
+@pytest.mark.parametrize("name", ["auto", "rapid", "flashinfer", "reference"])
+def test_without_kernels_the_reference_runs_and_says_so(name, caplog):
+    sampler = choose(name, 2, torch.arange(10), "cpu")
+    assert isinstance(sampler, ReferenceSampler)
+    assert [name in record.message for record in caplog.records] == ([True] if name in ("rapid", "flashinfer") else [])
+
+
+def test_a_missing_flashinfer_is_one_line(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "requirements-cuda.txt" in flashinfer.missing()
+    assert "\n" not in flashinfer.missing()

@@ -1,0 +1,87 @@
+"""Which sampler runs, and whether it is right on the card that is there."""
+
+import ctypes
+import logging
+
+import torch
+from torch import Tensor
+
+from sampling import flashinfer
+from sampling.base import Sampler
+from sampling.params import SamplingParams
+from sampling.rapid import RapidSampler
+from sampling.reference import ReferenceSampler
+
+log = logging.getLogger("rwkv_batch.engine")
+
+CHECKED = {  # what `check` runs, by the name of the rule
+    "greedy": {"temperature": 0},
+    "plain": {"top_k": 0, "top_p": 1.0, "temperature": 0.8},
+    "joint": {"top_k": 50, "top_p": 0.9},
+    "joint, top_p alone": {"top_k": 0, "top_p": 0.9},
+    "joint, large top_k": {"top_k": 700, "top_p": 1.0, "temperature": 1.5},
+    "sequential": {"rule": "sequential", "top_k": 40, "top_p": 0.8},
+    "gumbel": {"rule": "gumbel"},
+    "noise": {"rule": "noise", "noise": 2.0},
+}
+STEPS, COLUMNS = 24, 5003
+SHARE = 0.9  # of the ids that must agree: a draw at the border between two columns may fall on either side
+
+
+def choose(
+    name: str,
+    num_slots: int,
+    ids: Tensor,
+    device: torch.device | str,
+    library: ctypes.CDLL | None = None,
+    *,
+    last_ids: Tensor | None = None,
+    max_bias: int = 1024,
+) -> Sampler:
+    """Return the sampler `name`, ready to use; one that would compile at first use has done so.
+
+    Args:
+        name: auto, rapid, flashinfer or reference. auto is rapid where there is a library. Where FlashInfer is missing rapid
+            runs, and the log says so
+        num_slots, ids, device, library, last_ids, max_bias: see `RapidSampler`; without a library reference runs
+    """
+    if name == "reference" or library is None:
+        if name in ("rapid", "flashinfer"):
+            log.warning("--sampler %s needs the kernels, which are not in use: the reference sampler runs", name)
+        return ReferenceSampler(num_slots, ids, device)
+    if name == "flashinfer":
+        reason = flashinfer.missing()
+        if reason is None:
+            sampler = flashinfer.FlashInferSampler(num_slots, ids, device, library, last_ids=last_ids, max_bias=max_bias)
+            log.info("FlashInfer's filters: compiling where that was not done before (about a minute)")
+            sampler.warm()
+            return sampler
+        log.warning("--sampler flashinfer: %s: the rapid sampler runs", reason)
+    return RapidSampler(num_slots, ids, device, library, last_ids=last_ids, max_bias=max_bias)
+
+
+@torch.inference_mode()
+def check(device: torch.device | str, library: ctypes.CDLL) -> list[str]:
+    """Return the names of CHECKED for which the kernel and the reference disagree on this card; takes a second."""
+    names = list(CHECKED)
+    ids = torch.arange(COLUMNS)
+    params = [SamplingParams(**CHECKED[name], seed=seed, alpha_presence=0.5 * (seed % 2), alpha_frequency=0.1 * (seed % 2))
+              for name in names for seed in range(4)]  # fmt: skip
+    slot_list = list(range(len(params)))
+    slots = torch.tensor(slot_list, device=device)
+    generator = torch.Generator().manual_seed(1)
+    results = []
+    for sampler in (ReferenceSampler(len(params), ids, device), RapidSampler(len(params), ids, device, library)):
+        generator.manual_seed(1)
+        sampler.start_many(slot_list, params, slot_list)
+        steps = []
+        for _ in range(STEPS):
+            logits = (torch.randn(len(params), COLUMNS, generator=generator) * 2).half().to(device)
+            try:
+                steps.append(sampler.sample(logits, slots, slot_list).ids.cpu())
+            except RuntimeError as error:
+                log.error("the sampling kernel failed: %s", error)
+                return names
+        results.append(torch.stack(steps, 1))
+    same = (results[0] == results[1]).view(len(names), -1).float().mean(1)  # [names]
+    return [name for name, share in zip(names, same.tolist(), strict=True) if share < SHARE]

@@ -1,0 +1,52 @@
+#!/usr/bin/env python3
+"""A few launches of the sampling kernel on every path, for NVIDIA's compute-sanitizer to watch:
+
+compute-sanitizer --tool memcheck --error-exitcode 1 python test/sanitize_sampling.py
+compute-sanitizer --tool racecheck --error-exitcode 1 python test/sanitize_sampling.py
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from rwkv_batch.kernels import library
+from sampling.params import SamplingParams
+from sampling.rapid import RapidSampler
+
+CONTROLS = [
+    {"temperature": 0},
+    {"top_k": 50, "top_p": 0.6},
+    {"top_k": 0, "top_p": 0.9},
+    {"top_k": 0, "top_p": 1.0},
+    {"top_k": 900, "top_p": 1.0, "logit_bias": ((3, 5.0), (200, -100.0)), "min_tokens": 2},
+    {"rule": "sequential", "top_k": 40, "top_p": 0.8},
+    {"rule": "sequential", "top_k": 800, "top_p": 0.9},
+    {"rule": "gumbel"},
+    {"rule": "noise", "noise": 1.5},
+]
+
+
+def main() -> None:
+    """Launch rows of all controls on logits of several types, sizes, alignments and characters."""
+    params = [SamplingParams(**controls, alpha_presence=0.5 * (i % 2), seed=i) for i, controls in enumerate(CONTROLS * 2)]
+    num_rows, lib = len(params), library(0)
+    slots = torch.arange(num_rows, device="cuda")
+    for num_columns, stride in ((256, 256), (1003, 1008), (9999, 9999), (65536, 65536)):
+        allowed = torch.rand(num_columns, generator=torch.Generator().manual_seed(1)) < 0.9
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            sampler = RapidSampler(num_rows, torch.arange(num_columns), "cuda", lib, allowed=allowed)
+            sampler.start_many(list(range(num_rows)), params, [0] * num_rows)
+            for scale in (3.0, 0.0):  # of noise, and all equal
+                logits = (torch.randn(num_rows, stride, device="cuda") * scale).to(dtype)[:, :num_columns]
+                logits[3, 5] = float("nan")
+                sampled = sampler.sample(logits, slots.masked_fill(slots == 7, -1))
+            assert sampled.finite.tolist() == [row != 3 for row in range(num_rows)]
+    torch.cuda.synchronize()
+    print("launched", sampler.controls.step.tolist())
+
+
+if __name__ == "__main__":
+    main()
