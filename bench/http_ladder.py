@@ -50,9 +50,15 @@ def main() -> None:
             result[name]["of_engine"] = result[name]["tokens_per_second"] / args.engine_tokens_per_second
     if args.mixed:
         result["mixed"] = mixed(args)
+    stats = asyncio.run(stats_of(args))
+    result["graph_steps"], result["eager_decode_steps"] = (
+        stats.get(name) for name in ("graph_steps_total", "eager_decode_steps_total")
+    )
     print(json.dumps(result, indent=1))
     if args.out:
         Path(args.out).write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), **result}, indent=1) + "\n")
+    if result["eager_decode_steps"]:
+        sys.exit("decode steps ran outside the captured graphs")
 
 
 def body_of(rng: random.Random, rows: int, tokens: int, stream: bool) -> dict:
@@ -144,9 +150,13 @@ async def used(host: str, port: int) -> dict:
         status = Path(f"/proc/{pid}/status")
         if status.exists():
             resident += next((int(x.split()[1]) for x in status.read_text().splitlines() if x.startswith("VmRSS")), 0)
-    stats = (await call(host, port, "/stats")).json()
-    slots = stats.get("engine", {}).get("slots_free")
-    return {"gpu_mib": int(gpu or 0), "processes_mib": resident // 1024, "slots_free": slots}
+    stats = (await call(host, port, "/stats")).json()["engine"]
+    return {"gpu_mib": int(gpu or 0), "processes_mib": resident // 1024, "slots_free": stats["slots_free"]}
+
+
+async def stats_of(args: argparse.Namespace) -> dict:
+    """What the server says of its engine."""
+    return (await call(urlsplit(args.url).hostname, urlsplit(args.url).port, "/stats")).json()["engine"]
 
 
 async def output_of(*command: str) -> str:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from robyn import Robyn
 from robyn.robyn import HttpMethod
 
-from routes import admin, batch, big_batch, chat, fim, reply, translate
+from routes import admin, batch, big_batch, chat, fim, openai, openai_responses, openai_tokens, reply, state, translate
 
 
 class Route(NamedTuple):
@@ -16,11 +16,42 @@ class Route(NamedTuple):
     path: str
     handler: reply.Handler
     access: reply.Access = "password"
+    form: reply.Form = "native"
     may_be_empty: bool = False  # a POST without a body is one with an empty object
+    takes_file: bool = False  # the body is a file, the fields are in the URL
+
+
+def openai_routes(base: str) -> list[Route]:
+    """The OpenAI routes under a base URL that ends in /v1, and what tools look for beside it."""
+    beside = base.removesuffix("/v1")
+    at = {
+        f"{base}/completions": ("POST", openai.completions),
+        f"{base}/embeddings": ("POST", openai.embeddings),
+        f"{base}/responses": ("POST", openai_responses.create),
+    }
+    for start in (base, beside):
+        at |= {
+            f"{start}/tokenize": ("POST", openai_tokens.tokenize),
+            f"{start}/detokenize": ("POST", openai_tokens.detokenize),
+            f"{start}/apply_template": ("POST", openai_tokens.apply_template),
+            f"{start}/apply-template": ("POST", openai_tokens.apply_template),
+            f"{start}/tokenizer_info": ("GET", openai_tokens.tokenizer_info),
+        }
+    public = {f"{base}/models": openai.models, f"{base}/models/*model": openai.model}
+    public |= {f"{start}/health": openai.health for start in (base, beside)}
+    return [
+        *(Route(method, path, handler, form="openai") for path, (method, handler) in at.items()),
+        *(Route("GET", path, handler, access="open", form="openai") for path, handler in public.items()),
+        Route("GET", f"{base}/responses/:response", openai_responses.retrieve, form="openai"),
+        Route("DELETE", f"{base}/responses/:response", openai_responses.delete, form="openai"),
+    ]
 
 
 ROUTES = [
-    Route("POST", "/v1/chat/completions", chat.completions),
+    Route("POST", "/v1/chat/completions", chat.completions, form="chat"),
+    Route("POST", "/openai/v1/chat/completions", openai.chat_completions, form="openai"),
+    *openai_routes("/v1"),
+    *openai_routes("/openai/v1"),
     Route("POST", "/v2/chat/completions", chat.completions_v2),
     Route("POST", "/v3/chat/completions", chat.completions_v3),
     Route("POST", "/FIM/v1/batch-FIM", fim.batch_fim),
@@ -28,16 +59,23 @@ ROUTES = [
     Route("POST", "/v1/immersive_translate", translate.batch_translate, access="translate"),
     Route("POST", "/big_batch/completions", big_batch.completions),
     Route("GET", "/big_batch/completions-status", big_batch.completions_status),
-    Route("POST", "/big_batch/clean", big_batch.clean, may_be_empty=True),
+    Route("POST", "/big_batch/clean", big_batch.clean, access="admin", may_be_empty=True),
+    Route("POST", "/state/chat/completions", state.completions),
+    Route("POST", "/multi_state/chat/completions", state.dialogue),
+    Route("POST", "/state/status", state.status, may_be_empty=True),
+    Route("POST", "/state/delete", state.delete),
+    Route("POST", "/state/fork", state.fork),
+    Route("POST", "/state/rewind", state.rewind),
+    Route("POST", "/state/export", state.export),
+    Route("POST", "/state/import", state.import_file, takes_file=True),
     Route("POST", "/v1/batch/completions", batch.completions),
     Route("POST", "/v1/tokens/count", batch.tokens_count),
-    Route("GET", "/v1/server/status", admin.server_status),
-    Route("POST", "/v1/server/stop", admin.server_stop, may_be_empty=True),
-    Route("GET", "/v1/models", admin.models, access="open"),
+    Route("GET", "/v1/server/status", admin.server_status, access="admin"),
+    Route("POST", "/v1/server/stop", admin.server_stop, access="admin", may_be_empty=True),
     Route("GET", "/healthz", admin.healthz, access="open"),
     Route("GET", "/readyz", admin.readyz, access="open"),
-    Route("GET", "/metrics", admin.figures),
-    Route("GET", "/stats", admin.stats),
+    Route("GET", "/metrics", admin.figures, access="admin"),
+    Route("GET", "/stats", admin.stats, access="admin"),
     Route("GET", "/", admin.index),
 ]
 
@@ -50,8 +88,9 @@ def register(app: Robyn, site: reply.Site) -> None:
     for route in ROUTES:
         for method in [route.method, "HEAD"] if route.method == "GET" else [route.method]:
             methods_by_path[route.path].append(method)
+            reads = "nothing" if method != "POST" else "file" if route.takes_file else "json"
             handler = reply.endpoint(
-                site, route.handler, access=route.access, reads_body=method == "POST", may_be_empty=route.may_be_empty
+                site, route.handler, access=route.access, form=route.form, reads=reads, may_be_empty=route.may_be_empty
             )
             add(app, method, route.path, handler)
     others = reply.endpoint(site, reply.unknown(dict(methods_by_path)), access="open")

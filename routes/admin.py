@@ -17,12 +17,6 @@ async def index(call: Call) -> Plain:
     return json_reply({**name, "model": model_name(call), "engine": call.site.client.phase})
 
 
-async def models(call: Call) -> Plain:
-    """GET /v1/models: the one model."""
-    model = {"id": model_name(call), "object": "model", "created": int(call.site.started), "owned_by": "rwkv_batch"}
-    return json_reply({"object": "list", "data": [model]})
-
-
 async def healthz(call: Call) -> Plain:
     """GET /healthz: this process answers; the engine may be loading or restarting."""
     return json_reply({"status": "ok", "model": model_name(call), "engine": call.site.client.phase})

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import msgspec
 from pydantic import Field
 
+from routes import openai
 from routes.reply import DONE, Answer, Call, Plain, dumps, error_document, sse
 from routes.schemas import ContentsBody, Message, PromptsBody, validate
 from rwkv_batch import prompts
@@ -44,16 +45,14 @@ class V3Body(ContentsBody):
 
 
 async def completions(call: Call) -> Plain | Answer:
-    """POST /v1/chat/completions: complete each text of `contents`."""
+    """POST /v1/chat/completions: complete each text of `contents`, or in OpenAI's form answer `messages`."""
+    call.nested = call.body.get("contents") is None and call.body.get("messages") is not None
+    if call.nested:
+        return await openai.chat_completions(call)
     if call.body.get("contents") is None and call.body.get("text_list") is not None:
         raise InvalidRequest(
             "this path takes contents; for text_list, the form of a translation, the URL is /translate/v1/batch-translate",
             param="text_list",
-        )
-    if call.body.get("contents") is None and call.body.get("messages") is not None:
-        raise InvalidRequest(
-            "this path takes contents, a list of raw prompts; messages (the OpenAI form) will be served here later",
-            param="messages",
         )
     return await reply_to(call, ContentsBody, NATIVE_ID)
 
@@ -78,11 +77,14 @@ async def reply_to(call: Call, kind: type[PromptsBody], answer_id: str, object_n
     return await call.site.document(call, request, Document(answer_id, body.model, num_rows, object_name).feed)
 
 
-def usage_of(finishes: list[Finish]) -> dict[str, int]:
-    """Token counts over all rows."""
+def usage_of(finishes: list[Finish]) -> dict[str, Any]:
+    """Token counts over all rows; those taken from the prefix cache are told when there are some."""
     prompt = sum(finish.prompt_tokens for finish in finishes)
     completion = sum(finish.completion_tokens for finish in finishes)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    if cached := sum(finish.cached_tokens for finish in finishes):
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
+    return usage
 
 
 class Document:
@@ -161,6 +163,10 @@ class Chunks:
             sent += self._ends(event.finishes)
         return sent or None
 
+    def summary(self) -> dict[str, Any]:
+        """What the last chunk carries beside the ends of rows."""
+        return {"usage": usage_of(list(self.finishes.values()))}
+
     def _texts(self, due: list[int]) -> bytes:
         choices = []
         for index in due:
@@ -177,7 +183,7 @@ class Chunks:
         chunk: dict[str, Any] = {"object": "chat.completion.chunk", "choices": choices}
         if len(self.finishes) < len(self.texts):
             return sse(chunk)
-        chunk["usage"] = usage_of(list(self.finishes.values()))
+        chunk |= self.summary()
         broken = next((end.error for end in self.finishes.values() if end.reason in ("error", "cancelled")), None)
         if broken is None and all(end.reason in ("stop", "length") for end in self.finishes.values()):
             return sse(chunk) + DONE

@@ -6,12 +6,11 @@ interest. This module turns both into Robyn's objects and is, beside the route t
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import ipaddress
 import json
 import logging
 import os
+import re
 import secrets
 import select
 import threading
@@ -19,31 +18,37 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
+from urllib.parse import unquote
 
+import msgspec
 from robyn import Headers, StreamingResponse
 from robyn import Request as RobynRequest
 from robyn import Response as RobynResponse
 from robyn.robyn import get_version
 
 from routes import schemas
+from routes.access import OWNER, Secrets, in_headers, present
 from rwkv_batch import tokenizer
-from rwkv_batch.channel import Ask, EngineClient, EngineInfo, Event, Live, Ticket, error_of
+from rwkv_batch.channel import Ask, EngineClient, EngineInfo, Event, Live, SessionAnswer, Ticket, error_of
 from rwkv_batch.config import Config
 from rwkv_batch.errors import (
     BatchTooLarge,
     EngineFailed,
+    Forbidden,
     InvalidRequest,
+    MethodNotAllowed,
     NotFound,
     Overloaded,
     RwkvBatchError,
     TooLarge,
-    Unauthorized,
     Unavailable,
 )
 from rwkv_batch.metrics import HttpMetrics
-from rwkv_batch.request import Progress, Request
+from rwkv_batch.request import Failure, Progress, Request
+from rwkv_batch.sessions import Action, Deleted, Page
 from rwkv_batch.translation import Memory
 
 log = logging.getLogger(__name__)
@@ -59,9 +64,11 @@ SLICE_SECONDS = 0.25  # longest time a pool thread waits for one answer
 SCAN_SECONDS = 0.02  # time between two looks for connections that were hung up
 ASK_SECONDS = 5.0  # for an answer of the engine about its requests
 QUIET_SECONDS = 0.1  # an answer that wrote more recently finds out by itself
+FILE_BYTES = 65536  # what a session's file may hold beside the state
 OFF_LOOP_CHARACTERS = 65536  # longer texts are tokenised in a thread
 
 NUDGE = object()
+CALLERS_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # an X-Request-Id that is taken over
 
 dumps = json.JSONEncoder(ensure_ascii=False).encode  # blanks after , and : as the reference's answers have
 
@@ -86,18 +93,22 @@ def json_reply(document: dict[str, Any], status: int = 200) -> Plain:
     return Plain(dumps(document).encode(), status)
 
 
-def error_document(error: RwkvBatchError) -> dict[str, Any]:
-    """The body of an error on a native route."""
+def error_document(error: RwkvBatchError, nested: bool = False) -> dict[str, Any]:
+    """The body of an error: on a native route, or `nested` in OpenAI's form."""
+    if nested:
+        return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
     if isinstance(error, BatchTooLarge):
         return {"error": error.message, "request_bsz": error.size, "max_bsz": error.limit}
     return {"error": error.message}
 
 
-def error_reply(error: RwkvBatchError) -> Plain:
+def error_reply(error: RwkvBatchError, nested: bool = False) -> Plain:
     """An error with its status, and with Retry-After where waiting helps."""
-    reply = json_reply(error_document(error), error.status)
+    reply = json_reply(error_document(error, nested), error.status)
     if error.retry_after is not None:
         reply.headers["Retry-After"] = str(max(1, round(error.retry_after)))
+    elif error.status == 409 and nested:
+        reply.headers["X-Should-Retry"] = "false"  # OpenAI's clients retry 409 unless they are told
     return reply
 
 
@@ -105,9 +116,14 @@ def error_reply(error: RwkvBatchError) -> Plain:
 class Call:
     """One HTTP call as the routes see it.
 
-    body   parsed JSON of a POST, checked for depth only
+    body   parsed JSON of a POST, checked for depth only; where a file is posted, what the URL gives behind ?
+    file   the bytes of that file
     peer   address it came from, "" when that is not known
     token  what the URL gives as ?token=
+    params what the path gives, by the names in the table of routes
+    nested whether errors have OpenAI's form
+    caller name of the API key it came with, else OWNER
+    given_id the caller's own X-Request-Id, "" without one
     """
 
     site: "Site"
@@ -118,6 +134,11 @@ class Call:
     token: str | None = None
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     body: dict[str, Any] = field(default_factory=dict)
+    file: bytes = b""
+    params: dict[str, str] = field(default_factory=dict)
+    nested: bool = False
+    caller: str = OWNER
+    given_id: str = ""
     began: float = field(default_factory=time.monotonic)
     status: int = 200
     num_prompts: int = 0
@@ -130,11 +151,20 @@ class Call:
         """The process's settings."""
         return self.site.config
 
+    @property
+    def namespace(self) -> str:
+        """Whose sessions and cached prefixes are used; that of the password is ""."""
+        return self.caller if self.config.isolate else ""
+
 
 class Site:
-    """What all calls of one HTTP process share: settings, engine, figures, and the answers in progress."""
+    """What all calls of one HTTP process share: settings, engine, figures, and the answers in progress.
 
-    def __init__(self, config: Config, client: EngineClient, metrics: HttpMetrics):
+    folder  for files that HTTP process and engine hand each other
+    """
+
+    def __init__(self, config: Config, client: EngineClient, metrics: HttpMetrics, folder: Path):
+        self.folder = folder
         self.config = config
         self.client = client
         self.metrics = metrics
@@ -142,13 +172,14 @@ class Site:
         self.started = time.time()
         self.pid = os.getpid()
         self.handling = 0  # calls whose handler has not returned; event loop only
-        self._secret = digest(config.password) if config.password else None
+        self.secrets = Secrets(config.password, config.api_keys)
+        self.tokenizer: tokenizer.Tokenizer | None = None
         self._origins = {origin.strip() for origin in config.cors_origins.split(",")}
         self._num_opened = 0  # counted on the event loop
         self._num_closed = 0  # counted in the client's thread
         self._closed: deque[tuple[Call, str]] = deque()
         self._num_observed = 0
-        self._encode: Callable[[str], list[int]] | None = None
+        self._encode: Callable[[str | list[int]], list[int]] | None = None
         self.translations = Memory(config.translate_memory_mib * 2**20)
         self._hangups = Hangups()
         self._num_hangups = 0
@@ -165,20 +196,23 @@ class Site:
         return self._num_opened - self._num_closed
 
     @property
+    def max_file_bytes(self) -> int:
+        """Largest file that a session can be in."""
+        info = self.client.info
+        return info.state_bytes + FILE_BYTES if info is not None else self.config.max_body_bytes
+
+    @property
     def idle(self) -> bool:
         """Whether no call is being handled and no answer is in progress."""
         return self.active == 0 and self.handling == 0
 
     # --- access ---
 
-    def authorize(self, headers: Headers, body: dict[str, Any], token: str | None = None) -> None:
-        """Raise Unauthorized unless the password came as Bearer, in the body or as `token`; all that came must be right."""
-        if self._secret is None:
-            return
-        offered = [given for given in (bearer(headers), body.get("password"), token) if given is not None]
-        right = [hmac.compare_digest(digest(given if isinstance(given, str) else ""), self._secret) for given in offered]
-        if not right or not all(right):
-            raise Unauthorized("Unauthorized: invalid or missing password")
+    def authorize(self, headers: Headers, body: dict[str, Any], token: str | None = None) -> str:
+        """Who calls, by a secret in a header, in the body or as `token`. Raises Unauthorized unless all that came is right."""
+        if not self.secrets:
+            return OWNER
+        return self.secrets.caller([*in_headers(headers), *present([body.get("password"), token])])
 
     def cors(self, headers: Headers | None) -> dict[str, str]:
         """Headers that let pages of the allowed origins read any answer, errors and streams too."""
@@ -196,7 +230,8 @@ class Site:
 
         def run() -> None:
             try:
-                self._encode = tokenizer.for_vocab(info.vocab_size).encode
+                self.tokenizer = loaded = tokenizer.for_vocab(info.vocab_size)
+                self._encode = loaded.ids
             except Exception:
                 log.exception("the tokenizer cannot be loaded")
 
@@ -233,7 +268,8 @@ class Site:
             request = await asyncio.to_thread(body.to_request, call.id, call.config, encode)
         else:
             request = body.to_request(call.id, call.config, encode)
-        call.num_prompts = len(request.prompts)
+        request = msgspec.structs.replace(request, namespace=call.namespace)
+        call.num_prompts = request.num_rows
         call.prompt_tokens = sum(map(len, request.prompts))
         self.metrics.num_prompts.observe(call.num_prompts)
         self.metrics.max_tokens.observe(request.max_tokens)
@@ -244,21 +280,27 @@ class Site:
     async def submit(
         self, call: Call, request: Request, translate: Callable[[Event], bytes | None], ended: asyncio.Event | None = None
     ) -> Ticket:
-        """Hand a request to the engine and wait until it has taken it. Raises what the engine refuses it with."""
+        """Hand a request to the engine and wait until it has taken it. Raises what the engine refuses it with.
+
+        A turn of a session may be refused after it had to wait for another one, so its first event is awaited.
+        """
         loop = asyncio.get_running_loop()
         answered = asyncio.Event()
 
         def tell(event: asyncio.Event) -> Callable[[], None]:
             return lambda: loop.call_soon_threadsafe(event.set)
 
-        call.ticket = ticket = self.client.submit(request, translate, tell(answered), tell(ended) if ended else None, call.path)
+        on_settled, on_end = tell(answered), tell(ended) if ended else None
+        if request.session is not None:
+            translate, on_settled = telling(translate, on_settled), None
+        call.ticket = ticket = self.client.submit(request, translate, on_settled, on_end, call.path, call.given_id)
         ticket.num_hangups_seen = self._num_hangups
         try:
             await answered.wait()
         except asyncio.CancelledError:
             ticket.cancel()
             raise
-        if not ticket.accepted and ticket.failure is not None:
+        if ticket.failure is not None and ticket.first_at is None:
             raise error_of(ticket.failure)
         return ticket
 
@@ -267,10 +309,13 @@ class Site:
         ticket = await self.submit(call, request, translate)
         return Answer(call, ticket, SSE, b": ping\n\n", b":\n\n", self.config.ping_seconds)
 
-    async def document(self, call: Call, request: Request, translate: Callable[[Event], bytes | None]) -> "Plain | Answer":
+    async def document(
+        self, call: Call, request: Request, translate: Callable[[Event], bytes | Callable[[], bytes] | None]
+    ) -> "Plain | Answer":
         """Answer with one JSON document, which `translate` returns with the last event.
 
         Within PLAIN_SECONDS it has its true status; after that the answer is a stream of blanks that ends in the document.
+        Instead of a document that takes long to write, `translate` may return what writes it.
         """
         ended = asyncio.Event()
         ticket = await self.submit(call, request, translate, ended)
@@ -283,7 +328,7 @@ class Site:
         items = []
         while (item := ticket.take(0.0)) is not Ticket.END:
             if item is not NUDGE:
-                items.append(item)
+                items.append(item if isinstance(item, bytes) else await asyncio.to_thread(item))
         return Plain(b"".join(items))
 
     async def later(self, call: Call, work: Coroutine[Any, Any, Plain]) -> "Plain | Answer":
@@ -293,6 +338,25 @@ class Site:
         if task.done():
             return task.result()
         return Answer(call, Later(task), JSON, b" ", b" ", min(BLANK_SECONDS, self.config.ping_seconds))
+
+    async def manage(self, action: Action) -> Page | Deleted:
+        """What came of an order about sessions. Raises what the engine refuses it with, and Unavailable."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[SessionAnswer] = loop.create_future()
+
+        def put(result: SessionAnswer) -> None:
+            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(result))
+
+        if self.draining:
+            raise Unavailable("the server is shutting down", code="draining", retry_after=5.0)
+        self.client.manage(action, put)
+        try:
+            result = await asyncio.wait_for(answer, self.config.session_wait_seconds + ASK_SECONDS)
+        except TimeoutError:
+            raise Unavailable("the engine does not answer", code="engine_busy") from None
+        if isinstance(result, Failure):
+            raise error_of(result)
+        return result
 
     async def ask(self, *, stop: bool = False, request_id: str | None = None, endpoint: str | None = None) -> list[Live]:
         """The requests of all HTTP processes that run or wait; with `stop` they are ended. Raises Unavailable."""
@@ -387,6 +451,8 @@ class Site:
             self.metrics.latency.observe(seconds)
         if self.config.access_log and access_log.isEnabledFor(logging.INFO):
             line = f"{call.method} {json.dumps(call.path[:256])} {call.status} id={call.id} ms={seconds * 1000:.1f}"
+            line += f" key={call.caller}" if call.caller != OWNER else ""
+            line += f" given_id={call.given_id}" if call.given_id else ""
             if ticket is not None:
                 tokens = call.completion_tokens or ticket.completion_tokens
                 line += f" prompts={call.num_prompts} prompt_tokens={call.prompt_tokens} tokens={tokens}"
@@ -438,7 +504,7 @@ class Answer:
         self._wrote_at = time.monotonic()
         if item is NUDGE:
             return self._nudge
-        return self._with_rest(item)
+        return self._with_rest(item) if isinstance(item, bytes) else item()
 
     def _with_rest(self, item: bytes) -> bytes:
         parts = [item]
@@ -518,28 +584,29 @@ class Hangups:
             self._poll.register(fd, self.EVENTS)
 
 
-def digest(text: str) -> bytes:
-    """What is compared instead of a password: always 32 bytes."""
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+def telling(translate: Callable[[Event], bytes | None], tell: Callable[[], None]) -> Callable[[Event], bytes | None]:
+    """`translate` that calls `tell` with the first event."""
+    untold = [tell]
+
+    def watched(event: Event) -> bytes | None:
+        if untold:
+            untold.pop()()
+        return translate(event)
+
+    return watched
 
 
-def bearer(headers: Headers) -> str | None:
-    """The token of an Authorization header of that kind."""
-    given = headers.get("authorization")
-    return given[7:].strip() if given is not None and given.startswith("Bearer ") else None
-
-
-def read_body(request: RobynRequest, config: Config) -> bytes:
-    """The bytes of a body. Raises TooLarge, and InvalidRequest for one that is compressed or was cut off."""
+def read_body(request: RobynRequest, limit: int) -> bytes:
+    """The at most `limit` bytes of a body. Raises TooLarge, and InvalidRequest for one that is compressed or was cut off."""
     declared = request.headers.get("content-length") or ""
     size = int(declared) if declared.isdigit() and len(declared) < 20 else None
-    if (size is not None and size > config.max_body_bytes) or len(request.body) > config.max_body_bytes:
-        raise TooLarge(f"the body is over {config.max_body_mib} MiB")
+    if (size is not None and size > limit) or len(request.body) > limit:
+        raise TooLarge(f"the body is over {limit / 2**20:.4g} MiB")
     if (request.headers.get("content-encoding") or "identity").lower() != "identity":
         raise InvalidRequest("compressed bodies are not read; send it as it is", code="content_encoding")
     body = request.body.encode() if isinstance(request.body, str) else bytes(request.body)
-    if len(body) > config.max_body_bytes:
-        raise TooLarge(f"the body is over {config.max_body_mib} MiB")
+    if len(body) > limit:
+        raise TooLarge(f"the body is over {limit / 2**20:.4g} MiB")
     if size is not None and len(body) != size:
         raise InvalidRequest("the body was cut off")
     return body
@@ -559,37 +626,55 @@ def from_this_host(call: Call) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-Access = Literal["password", "open", "translate"]  # translate: open to this host, or to all by --open-translate
+# admin: not with an API key; translate: open to this host, or to all by --open-translate
+Access = Literal["password", "admin", "open", "translate"]
+Form = Literal["native", "openai", "chat"]  # of errors; chat: as the body says, which has contents or messages
+Reads = Literal["nothing", "json", "file"]
 Handler = Callable[[Call], Awaitable[Plain | Answer]]
 
 
 def endpoint(
-    site: Site, handler: Handler, *, access: Access, reads_body: bool = False, may_be_empty: bool = False
+    site: Site,
+    handler: Handler,
+    *,
+    access: Access,
+    form: Form = "native",
+    reads: Reads = "nothing",
+    may_be_empty: bool = False,
 ) -> Callable[[RobynRequest], Awaitable[Any]]:
     """What Robyn calls for one route: read, authorise, handle, and turn every fault into an answer."""
 
     async def handle(request: RobynRequest) -> RobynResponse | StreamingResponse:
         call = Call(site, request.method, request.url.path, request.headers, request.ip_addr or "")
+        call.params = dict(request.path_params)
+        call.nested = form == "openai" or (form == "chat" and looks_like_messages(request.body))
+        given_id = request.headers.get("x-request-id")
+        call.given_id = given_id if given_id is not None and CALLERS_ID.fullmatch(given_id) else ""
         public = access == "open"
         if access == "translate":
-            call.token = request.query_params.get("token", None)
+            token = request.query_params.get("token", None)  # as it was sent: Robyn does not decode it
+            call.token = unquote(token) if token is not None else None
             public = site.config.open_translate or from_this_host(call)
         site.handling += 1
         try:
-            given = bearer(request.headers)
-            if given is not None and not public:
+            if in_headers(request.headers) and not public:
                 site.authorize(request.headers, {})
-            if reads_body:
-                data = read_body(request, site.config)
+            if reads == "json":
+                data = read_body(request, site.config.max_body_bytes)
                 call.body = {} if may_be_empty and not data else schemas.parse(data, site.config.max_body_depth)
+            elif reads == "file":
+                call.body = {key: unquote(values[-1]) for key, values in request.query_params.to_dict().items()}
+                call.file = read_body(request, site.max_file_bytes)
             if not public:
-                site.authorize(request.headers, call.body, call.token)
+                call.caller = site.authorize(request.headers, call.body, call.token)
+            if access == "admin" and call.caller != OWNER:
+                raise Forbidden("this route needs the server's password; an API key is not enough")
             reply = await handler(call)
         except RwkvBatchError as error:
-            reply = error_reply(error)
+            reply = error_reply(error, call.nested)
         except Exception:
             log.exception("%s failed", call.id)
-            reply = error_reply(EngineFailed("internal error", code="internal"))
+            reply = error_reply(EngineFailed("internal error", code="internal"), call.nested)
         finally:
             site.handling -= 1
         return to_robyn(call, reply)
@@ -597,9 +682,16 @@ def endpoint(
     return handle
 
 
+def looks_like_messages(body: str | bytes) -> bool:
+    """Whether a body that was not parsed yet is OpenAI's form of a chat."""
+    messages, contents = ('"messages"', '"contents"') if isinstance(body, str) else (b'"messages"', b'"contents"')
+    return messages in body and contents not in body
+
+
 def to_robyn(call: Call, reply: Plain | Answer) -> RobynResponse | StreamingResponse:
     """Robyn's form of an answer, with the headers that all have."""
-    headers = Headers({"X-Request-Id": call.id, "Content-Type": reply.content_type, **call.site.cors(call.headers)})
+    common = {"X-Request-Id": call.given_id or call.id, "Content-Type": reply.content_type}
+    headers = Headers({**common, **call.site.cors(call.headers)})
     if isinstance(reply, Answer):
         return StreamingResponse(reply, headers=headers, media_type=reply.content_type)
     for name, value in reply.headers.items():
@@ -626,10 +718,11 @@ def unknown(methods_by_path: Mapping[str, list[str]]) -> Handler:
     """What answers where no route does: 405 on a known path, else 404."""
 
     async def handle(call: Call) -> Plain:
+        call.nested = call.path.startswith("/openai/")
         methods = methods_by_path.get(call.path)
         if methods is None:
             raise NotFound("Not found")
-        reply = json_reply({"error": "Method not allowed"}, 405)
+        reply = error_reply(MethodNotAllowed("Method not allowed"), call.nested)
         reply.headers["Allow"] = ", ".join(methods)
         return reply
 

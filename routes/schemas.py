@@ -16,6 +16,7 @@ from rwkv_batch.config import Config
 from rwkv_batch.errors import BatchTooLarge, InvalidRequest
 from rwkv_batch.prompts import Turn
 from rwkv_batch.request import Loop, Request
+from rwkv_batch.sessions import Session
 from sampling.params import SamplingParams
 
 DEFAULT_STOPS: list[int | str] = ["\nUser:"]  # token 0 always ends a row, listed or not
@@ -57,6 +58,7 @@ class SamplingBody(Body):
     pad_zero: bool = False  # token 0 before every prompt; v2 has its own default
     enable_think: bool = False  # read where a chat template is used
     chunk_size: int = Field(4, ge=1, le=1_048_576)
+    use_prefix_cache: bool = True
 
     @field_validator("stop_tokens", mode="before")
     @classmethod
@@ -112,12 +114,17 @@ class PromptsBody(SamplingBody):
         if len(texts) > config.max_prompts:
             raise BatchTooLarge(len(texts), config.max_prompts, param=self.field)
 
+    def session(self, config: Config) -> Session | None:
+        """The state to continue, None for routes without sessions. Raises InvalidRequest."""
+        return None
+
     def to_request(self, request_id: str, config: Config, encode: Callable[[str], list[int]]) -> Request:
         """The engine's form of this body; tokenises, so it takes time for long texts. Raises InvalidRequest."""
         self.check_limits(config)
         texts = self.texts()
         self.check_count(texts, config)
         stop_ids, stop_texts = self.stops(config)
+        session = self.session(config)
         prompts = prompt_ids(texts, self.field, config, encode)
         return Request(
             id=request_id,
@@ -128,6 +135,8 @@ class PromptsBody(SamplingBody):
             stop_texts=stop_texts,
             loop=self.loop,
             chunk_size=self.chunk_size if self.stream else 0,
+            session=session,
+            cache=self.use_prefix_cache,
         )
 
 
@@ -185,6 +194,13 @@ def prompt_ids(texts: list[str], field: str, config: Config, encode: Callable[[s
             )
         prompts.append(ids)
     return prompts
+
+
+def session_name(name: str, config: Config, field: str = "session_id") -> str:
+    """A session's name. Raises InvalidRequest for one that is too long."""
+    if len(name.encode()) > config.max_session_bytes:
+        raise InvalidRequest(f"{field}: at most {config.max_session_bytes} bytes", param=field)
+    return name
 
 
 def _stop(entry: Any) -> int | str:

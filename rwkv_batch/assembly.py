@@ -10,27 +10,39 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
+from rwkv_batch import kernels, reference, selfcheck
 from rwkv_batch import weights as weights_module
 from rwkv_batch.channel import EngineInfo
-from rwkv_batch.config import Config, find_model
+from rwkv_batch.config import COMPILE_MODE, Config, find_model
+from rwkv_batch.decode_graphs import HALVED_FROM, DecodeGraphs, buckets_for, halves_of
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import CheckpointError, UsageError
+from rwkv_batch.kernel_ops import KernelOps
+from rwkv_batch.kernels import KernelError
+from rwkv_batch.launch import Launcher
 from rwkv_batch.model import Model
+from rwkv_batch.plan import SCORED_TOKENS
+from rwkv_batch.prefix_cache import PrefixCache
 from rwkv_batch.request import Failure, Progress
 from rwkv_batch.scheduler import Scheduler
+from rwkv_batch.session_db import SessionDatabase
 from rwkv_batch.state import State
+from rwkv_batch.state_file import StateFile
 from rwkv_batch.tokenizer import Tokenizer, for_vocab
 from rwkv_batch.weights import DTYPES, HEAD_SIZE, ModelShape
 from rwkv_batch.worker import Worker
-from sampling.reference import ReferenceSampler
+from sampling.choose import choose
+from sampling.rapid import RapidSampler
+from state_pool import StatePool
 
 log = logging.getLogger("rwkv_batch.engine")
 
 CPU_SLOTS, CPU_PREFILL = 64, 256
-GPU_SLOTS, GPU_PREFILL = 320, 4096
+GPU_SLOTS, GPU_PREFILL, GPU_BUSY_PREFILL = 320, 4096, 512
 STATE_SHARE = 4  # automatic slots take at most this fraction (one in four) of the memory left beside the weights
 MIB = 2**20
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -41,32 +53,38 @@ def build_worker(config: Config, deliver: Callable[[dict[bytes, list[Progress | 
     """Load the model of `config` and return a worker ready to run; CheckpointError or UsageError, one line, if it cannot be."""
     started = time.monotonic()
     device = choose_device(config.device)
-    if config.ops not in ("auto", "reference"):
-        raise UsageError(f"--ops {config.ops}: this version has the reference ops only", param="ops")
-    dtype = DTYPES[config.dtype if config.dtype != "auto" else ("fp32" if device.type == "cpu" else "fp16")]
+    library = find_kernels(config, device)
+    dtype = choose_dtype(config, device)
     tensors, name = read_model(config)
     shape = weights_module.check_tensors(tensors, name)
     if device.type == "cpu":
         tune_cpu(config.threads or (1 if shape.count_bytes(dtype) < ONE_THREAD_BYTES else usable_cpus()))
     tokenizer = for_vocab(shape.vocab_size)
-    num_slots = plan_memory(shape, dtype, device, config.slots, name)
+    on_cpu = device.type == "cpu"
+    budget = config.prefill_budget or (CPU_PREFILL if on_cpu else GPU_PREFILL)
+    room = 0 if library is None else buffer_bytes(shape, budget) + pool_bytes(config, shape)
+    num_slots = plan_memory(shape, dtype, device, config.slots, name, choose_wkv_dtype(config, library), room)
     weights = weights_module.from_tensors(
         tensors, name=name, dtype=dtype, device=device, valid_ids=lambda vocab_size: valid_ids(tokenizer)
     )
     for line in weights_module.iter_summary(weights):
         log.info("%s", line)
-    sampler = ReferenceSampler(num_slots, weights.output_ids, device)
-    engine = Engine(Model(weights), sampler, State(shape, num_slots, device=device))
-    on_cpu = device.type == "cpu"
-    budget = config.prefill_budget or (CPU_PREFILL if on_cpu else GPU_PREFILL)
-    scheduler = Scheduler(num_slots=num_slots, prefill_budget=budget, mixed=on_cpu)
-    worker = Worker(engine, scheduler, tokenizer, deliver, queue=config.queue)
+    engine = build_engine(config, weights, num_slots, max_tokens=budget, library=library)
+    scheduler = Scheduler(
+        num_slots=num_slots,
+        prefill_budget=budget,
+        mixed=on_cpu,
+        busy_budget=config.busy_prefill_budget or (None if on_cpu else GPU_BUSY_PREFILL),
+        prefixes=build_prefixes(config),
+    )
+    sessions = build_sessions(config, weights)
+    worker = Worker(engine, scheduler, tokenizer, deliver, sessions=sessions, queue=config.queue)
     worker.info = EngineInfo(
         model=config.model_name,
         fingerprint=weights.fingerprint,
         device=str(device) if on_cpu else f"{device} {torch.cuda.get_device_name(device)}",
         dtype=next(name for name, known in DTYPES.items() if known == dtype),
-        ops="reference",
+        ops=engine.model.ops_name,
         slots=num_slots,
         prefill_budget=budget,
         vocab_size=shape.vocab_size,
@@ -74,8 +92,128 @@ def build_worker(config: Config, deliver: Callable[[dict[bytes, list[Progress | 
         width=shape.width,
         parameters=shape.count_bytes(torch.int8),
         load_seconds=time.monotonic() - started,
+        state_bytes=sessions.file.size(engine.state.shift.dtype, engine.state.wkv.dtype),
     )
     return worker
+
+
+def build_sessions(config: Config, weights: weights_module.Weights) -> StatePool:
+    """Return the pool of sessions."""
+    database = SessionDatabase(config.state_db, versions=config.session_versions, replay_seconds=config.replay_seconds)
+    return StatePool(
+        database,
+        StateFile(weights.fingerprint, weights.shape),
+        weights.device,
+        durability=config.durability,
+        relaxed_seconds=config.relaxed_seconds,
+        l1_sessions=config.l1_sessions,
+        l1_bytes=config.l1_mib * MIB,
+        l2_sessions=config.l2_sessions,
+        l2_bytes=config.l2_mib * MIB,
+        wait_seconds=config.session_wait_seconds,
+        max_waiting=config.session_waiting,
+    )
+
+
+def build_prefixes(config: Config) -> PrefixCache | None:
+    """Return the cache of prefixes, None when it gets no memory."""
+    if not config.prefix_cache_mib:
+        return None
+    return PrefixCache(
+        config.prefix_cache_mib * MIB, min_tokens=config.prefix_min_tokens, every_tokens=config.prefix_every_tokens
+    )
+
+
+def find_kernels(config: Config, device: torch.device) -> ctypes.CDLL | None:
+    """Return the kernels for `device`, built if need be; None = reference ops. UsageError when they are asked for in vain."""
+    if device.type == "cpu":
+        if config.ops == "kernels":
+            raise UsageError("--ops kernels: there are kernels for GPUs only", param="ops")
+        return None
+    if config.compile or config.ops in ("compile", "reference") or config.dtype not in ("auto", "fp16"):
+        if config.ops == "kernels":
+            raise UsageError("--ops kernels: runs in fp16, without --compile", param="ops")
+        return None
+    try:
+        return kernels.library(device.index or 0)
+    except KernelError as error:
+        if config.ops == "kernels":
+            raise UsageError(f"--ops kernels: {error.message}", param="ops") from None
+        log.error("WITHOUT KERNELS, many times slower: %s", error.message)
+        return None
+
+
+def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Return the type of the weights."""
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    return torch.float32 if device.type == "cpu" else torch.float16
+
+
+def choose_wkv_dtype(config: Config, library: ctypes.CDLL | None) -> torch.dtype:
+    """Return the type of the recurrent state."""
+    if config.wkv_state != "auto":
+        return DTYPES[config.wkv_state]
+    return torch.float32 if library is None else torch.float16
+
+
+def build_engine(
+    config: Config,
+    weights: weights_module.Weights,
+    num_slots: int,
+    *,
+    max_tokens: int,
+    library: ctypes.CDLL | None = None,
+    graph_sizes: list[int] | None = None,
+) -> Engine:
+    """Return an engine with everything that takes time behind it: kernels checked, products tuned, graphs captured.
+
+    max_tokens   of one step
+    graph_sizes  batch sizes to capture, ascending; None = a ladder up to `num_slots`
+    """
+    device, wkv_dtype = weights.device, choose_wkv_dtype(config, library)
+    if library is None:
+        state = State(weights.shape, num_slots, wkv_dtype=wkv_dtype, device=device)
+        mode = config.compile or (COMPILE_MODE if config.ops == "compile" else None)
+        ops = compiled_ops(mode) if mode else reference
+        sampler = choose(config.sampler, num_slots, weights.output_ids, device)
+        return Engine(Model(weights, ops, "compile" if mode else "reference"), sampler, state)
+    launcher = Launcher(library, device)
+    state = State(weights.shape, num_slots, shift_dtype=torch.float16, wkv_dtype=wkv_dtype, device=device)
+    limits = {"max_tokens": max(max_tokens, num_slots), "max_rows": num_slots + SCORED_TOKENS}
+    failing = selfcheck.failing(launcher, wkv_dtype, Path(library._name).with_suffix(".json"))
+    if failing and config.ops == "kernels":
+        raise UsageError(f"--ops kernels: wrong results on this card from {', '.join(failing)}", param="ops")
+    sampler = choose(
+        "reference" if selfcheck.SAMPLER in failing else config.sampler,
+        num_slots,
+        weights.output_ids,
+        device,
+        library,
+        last_ids=state.last_ids,
+        max_bias=config.max_logit_bias,
+    )
+    if failing or not isinstance(sampler, RapidSampler):  # what runs in plain torch cannot be captured
+        ops = selfcheck.PartlyReferenceOps(weights, launcher, frozenset(failing), **limits)
+        return Engine(Model(weights, ops, " but ".join(["kernels", *failing])), sampler, state)
+    ops = KernelOps(weights, launcher, **limits)
+    sizes = graph_sizes or ([num_slots] if config.batch_invariant else buckets_for(num_slots))
+    halves = halves_of(sizes)
+    ops.tune(weights, sorted([*sizes, *halves]))
+    model = Model(weights, ops, "kernels")
+    graphs = DecodeGraphs(model, sampler, state, sizes, ops.twin(sizes[-1] // 2) if sizes[-1] >= HALVED_FROM else None)
+    graphs.capture()
+    return Engine(model, sampler, state, graphs)
+
+
+def compiled_ops(mode: str) -> SimpleNamespace:
+    """Return the reference ops through torch.compile; UsageError when it knows no such mode."""
+    known = torch._inductor.list_mode_options()
+    if mode not in known:
+        raise UsageError(f"--compile {mode}: must be one of {', '.join(known)}", param="compile")
+    log.info("operations through torch.compile (%s): the first steps of every shape are slow", mode)
+    names = ("embed", "add_norm_mix", "time_mix", "channel_mix", "logits")
+    return SimpleNamespace(**{name: torch.compile(getattr(reference, name), mode=mode) for name in names})
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -116,16 +254,24 @@ def valid_ids(tokenizer: Tokenizer) -> list[int]:
     return [token for token, data in enumerate(tokenizer.token_bytes) if data is not None]
 
 
-def plan_memory(shape: ModelShape, dtype: torch.dtype, device: torch.device, slots: int, name: str) -> int:
+def plan_memory(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    slots: int,
+    name: str,
+    wkv_dtype: torch.dtype = torch.float32,
+    buffers: int = 0,
+) -> int:
     """Say what is needed and what is free, and return the number of slots; CheckpointError when it does not fit."""
     free = free_memory(device)
     weights = shape.count_bytes(dtype)
-    per_slot = slot_bytes(shape)
-    room = free - weights
+    per_slot = slot_bytes(shape, wkv_dtype) + (2 * shape.vocab_size if buffers else 0)  # and a row of logits
+    room = free - weights - buffers
     if not slots:
         wanted = CPU_SLOTS if device.type == "cpu" else GPU_SLOTS
         slots = max(1, min(wanted, room // STATE_SHARE // per_slot))
-    needed = weights + slots * per_slot
+    needed = weights + buffers + slots * per_slot
     log.info(
         "needs %s MiB: weights %s, %d slots of %.1f MiB; free on %s: %s MiB",
         f"{needed / MIB:,.0f}", f"{weights / MIB:,.0f}", slots, per_slot / MIB, device, f"{free / MIB:,.0f}",
@@ -138,9 +284,23 @@ def plan_memory(shape: ModelShape, dtype: torch.dtype, device: torch.device, slo
     return slots
 
 
-def slot_bytes(shape: ModelShape) -> int:
-    """Bytes of one slot's state, fp32."""
-    return 4 * shape.num_layers * (2 * shape.width + shape.num_heads * HEAD_SIZE**2)
+def buffer_bytes(shape: ModelShape, max_tokens: int) -> int:
+    """Bytes of the kernels' buffers for steps of `max_tokens`, and of copies of the low-rank pairs."""
+    per_token = 2 * (17 * shape.width + shape.ffn_width) + 8 * shape.width
+    ranks = shape.rank_w + shape.rank_a + shape.rank_v + shape.rank_g
+    low_rank = 4 * ranks * shape.width * shape.num_layers
+    return max_tokens * per_token + SCORED_TOKENS * 2 * shape.vocab_size + low_rank + 256 * MIB
+
+
+def pool_bytes(config: Config, shape: ModelShape) -> int:
+    """Bytes that sessions and cached prefixes may take on the device."""
+    sessions = min(config.l1_mib * MIB, config.l1_sessions * slot_bytes(shape, torch.float16))
+    return sessions + config.prefix_cache_mib * MIB
+
+
+def slot_bytes(shape: ModelShape, wkv_dtype: torch.dtype) -> int:
+    """Bytes of one slot's state, the shift taken as fp32."""
+    return shape.num_layers * (4 * 2 * shape.width + wkv_dtype.itemsize * shape.num_heads * HEAD_SIZE**2)
 
 
 def free_memory(device: torch.device) -> int:

@@ -25,6 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from rwkv_batch import errors
 from rwkv_batch.errors import Conflict, EngineFailed, RwkvBatchError, Unavailable
 from rwkv_batch.request import Failure, Progress, Request
+from rwkv_batch.sessions import Action, Deleted, Page
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ HIGH_WATER = 1000  # messages held for a peer that does not read: some ten secon
 SUBMIT_HIGH_WATER = 10_000
 
 Event = Progress | Failure
+SessionAnswer = Page | Deleted | Failure
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +49,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     layers, width   shape, for the start-up lines
     parameters      number of weights
     load_seconds    time that loading took
+    state_bytes     most that the file of one session takes; 0 = no sessions
     """
 
     model: str
@@ -61,6 +64,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     width: int = 0
     parameters: int = 0
     load_seconds: float = 0.0
+    state_bytes: int = 0
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
@@ -74,10 +78,11 @@ class Alive(msgspec.Struct, tag="alive", array_like=True, frozen=True):
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
-    """HTTP process: run this. `endpoint` is the path that was called."""
+    """HTTP process: run this. `endpoint` is the path that was called, `given_id` the caller's own id of the request."""
 
     request: Request
     endpoint: str = ""
+    given_id: str = ""
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
@@ -98,6 +103,21 @@ class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
     stop: bool = False
     request_id: str | None = None
     endpoint: str | None = None
+
+
+class Manage(msgspec.Struct, tag="manage", array_like=True, frozen=True):
+    """HTTP process: do this to the sessions. `question` comes back with the answer."""
+
+    question: str
+    action: Action
+
+
+class Managed(msgspec.Struct, tag="managed", array_like=True, frozen=True):
+    """Engine: what came of it; exactly one of the two is there."""
+
+    question: str
+    answer: Page | Deleted | None
+    failure: Failure | None = None
 
 
 class Status(msgspec.Struct, tag="status", array_like=True, frozen=True):
@@ -125,6 +145,7 @@ class Live(msgspec.Struct, array_like=True):
     max_tokens: int
     ended: int = 0
     tokens: int = 0
+    given_id: str = ""
 
 
 class Found(msgspec.Struct, tag="found", array_like=True, frozen=True):
@@ -145,8 +166,8 @@ class Forgotten(msgspec.Struct, tag="forgotten", array_like=True, frozen=True):
     """Engine: you did not drain, or I do not know you; your tickets are cancelled, say hello again."""
 
 
-ToEngine = Hello | Alive | Submit | Cancel | Ask
-ToHttp = Status | Accepted | Batch | Found | Forgotten
+ToEngine = Hello | Alive | Submit | Cancel | Ask | Manage
+ToHttp = Status | Accepted | Batch | Found | Managed | Forgotten
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
@@ -170,13 +191,19 @@ def live_of(message: Submit) -> Live:
     """What is known of a request when it comes in."""
     request = message.request
     prompt_tokens = sum(map(len, request.prompts))
-    return Live(request.id, message.endpoint, time.time(), len(request.prompts), prompt_tokens, request.max_tokens)
+    return Live(
+        request.id, message.endpoint, time.time(), request.num_rows, prompt_tokens, request.max_tokens,
+        given_id=message.given_id,
+    )  # fmt: skip
 
 
 def matches(question: Ask, live: Live) -> bool:
-    """Whether a request is one of those asked for. The parts of a call have its id, a hyphen and a number."""
+    """Whether a request is one of those asked for, by our id or the caller's own.
+
+    The parts of a call have its id, a hyphen and a number.
+    """
     wanted = question.request_id
-    if wanted is not None and live.id != wanted and not live.id.startswith(wanted + "-"):
+    if wanted is not None and wanted not in (live.id, live.given_id or None) and not live.id.startswith(wanted + "-"):
         return False
     return question.endpoint is None or live.endpoint == question.endpoint
 
@@ -194,6 +221,9 @@ class Worker(Protocol):
 
     def cancel_owner(self, owner: bytes) -> None:
         """End all requests of one HTTP process."""
+
+    def manage(self, action: Action, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
+        """Do something to the sessions; `answer` is called once, in any thread."""
 
     def drain(self) -> None:
         """Refuse new requests."""
@@ -248,6 +278,7 @@ class EngineServer:
         self._peers: dict[bytes, float] = {}  # identity -> when it was last heard
         self._live: dict[str, tuple[bytes, Live]] = {}  # request -> owner and what is known of it
         self._outbox: deque[dict[bytes, list[Event]]] = deque()
+        self._answers: deque[tuple[bytes, Managed]] = deque()
         self._bell = Bell()
         self._closing = False
         self._context = zmq.Context()
@@ -303,6 +334,8 @@ class EngineServer:
             self._receive()
             while self._outbox:
                 self._send_events(self._outbox.popleft())
+            while self._answers:
+                self._send(*self._answers.popleft())
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self.heartbeat
                 self._beat()
@@ -332,7 +365,7 @@ class EngineServer:
                 self._peers[owner] = time.monotonic()
                 self._handle(owner, message)
 
-    def _handle(self, owner: bytes, message: Alive | Submit | Cancel | Ask) -> None:
+    def _handle(self, owner: bytes, message: Alive | Submit | Cancel | Ask | Manage) -> None:
         if isinstance(message, Cancel):
             self._live.pop(message.request_id, None)
             if self.worker is not None:
@@ -342,6 +375,8 @@ class EngineServer:
             for live in found if message.stop else ():
                 self._stop(live.id)
             self._send(owner, Found(message.question, found))
+        elif isinstance(message, Manage):
+            self._manage(owner, message)
         elif isinstance(message, Submit):
             try:
                 if self.worker is None:
@@ -355,6 +390,22 @@ class EngineServer:
             else:
                 self._live[message.request.id] = (owner, live_of(message))
                 self._send(owner, Accepted(message.request.id))
+
+    def _manage(self, owner: bytes, message: Manage) -> None:
+        """Pass an order about sessions on; its answer comes from another thread."""
+
+        def answer(result: Page | Deleted | RwkvBatchError) -> None:
+            failed = isinstance(result, RwkvBatchError)
+            managed = Managed(message.question, None if failed else result, failure("", result) if failed else None)
+            self._answers.append((owner, managed))
+            self._bell.ring()
+
+        try:
+            if self.worker is None:
+                raise Unavailable("the model is still loading", code="loading")
+            self.worker.manage(message.action, answer)
+        except RwkvBatchError as error:
+            answer(error)
 
     def _stop(self, request_id: str) -> None:
         """End a request and tell its owner."""
@@ -430,7 +481,7 @@ class Ticket:
         self.request_id = request.id
         self.queue: SimpleQueue = SimpleQueue()
         self.translate = translate
-        self.open_rows = len(request.prompts)
+        self.open_rows = request.num_rows
         self.incremental = request.chunk_size > 0  # text comes as it is made, not all at the end
         self.accepted = False
         self.done = False
@@ -531,6 +582,8 @@ class EngineClient:
         self._cancelled: deque[Ticket] = deque()
         self._asked: deque[tuple[Ask, Callable[[list[Live]], None]]] = deque()
         self._questions: dict[str, Callable[[list[Live]], None]] = {}
+        self._managing: deque[tuple[Manage, Callable[[SessionAnswer], None]]] = deque()
+        self._orders: dict[str, Callable[[SessionAnswer], None]] = {}
         self._bell = Bell()
         self._closing = False
         self._context = zmq.Context()
@@ -567,18 +620,28 @@ class EngineClient:
         settled: Callable[[], None] | None = None,
         ended: Callable[[], None] | None = None,
         endpoint: str = "",
+        given_id: str = "",
     ) -> Ticket:
         """Send a request. Any thread. Raises Unavailable; a refusal by the engine comes as Failure in the ticket's queue."""
         self.check()
         ticket = Ticket(self, request, translate)
         ticket.settled, ticket.ended = settled, ended
-        self._outbox.append((ticket, encode(Submit(request, endpoint))))
+        self._outbox.append((ticket, encode(Submit(request, endpoint, given_id))))
         self._bell.ring()
         return ticket
 
     def ask(self, question: Ask, answer: Callable[[list[Live]], None]) -> None:
         """Ask about requests; `answer` is called in the client's thread, never when the engine is lost. Any thread."""
         self._asked.append((question, answer))
+        self._bell.ring()
+
+    def manage(self, action: Action, answer: Callable[[SessionAnswer], None]) -> None:
+        """Do something to the sessions; `answer` is called once in the client's thread, with a Failure if the engine is lost.
+
+        Any thread. Raises Unavailable.
+        """
+        self.check()
+        self._managing.append((Manage(secrets.token_hex(8), action), answer))
         self._bell.ring()
 
     def fail_all(self, error: RwkvBatchError) -> None:
@@ -641,6 +704,7 @@ class EngineClient:
             log.warning("the engine is lost: %s", lost)
         self.phase, self.stats = "lost", {}
         self._questions.clear()
+        self._fail_orders(Unavailable("the engine was lost while it worked on this", code="engine_lost", retry_after=2.0))
         self._fail(Unavailable("the engine was lost while it worked on this request", code="engine_lost", retry_after=2.0))
 
     def _send_out(self, dealer: zmq.Socket) -> None:
@@ -659,6 +723,13 @@ class EngineClient:
             self._questions[question.question] = answer
             with contextlib.suppress(zmq.Again):  # whoever asked does not wait forever
                 dealer.send(encode(question), zmq.NOBLOCK)
+        while self._managing:
+            order, answer = self._managing.popleft()
+            self._orders[order.question] = answer
+            try:
+                dealer.send(encode(order), zmq.NOBLOCK)
+            except zmq.Again:
+                self._answer(order.question, failure("", Unavailable("the engine does not keep up", code="engine_busy")))
         while self._cancelled:
             ticket = self._cancelled.popleft()
             if self.tickets.pop(ticket.request_id, None) is not None:
@@ -682,6 +753,8 @@ class EngineClient:
                 answer = self._questions.pop(message.question, None)
                 if answer is not None:
                     answer(message.requests)
+            elif isinstance(message, Managed):
+                self._answer(message.question, message.failure or message.answer)
             elif isinstance(message, Accepted):
                 ticket = self.tickets.get(message.request_id)
                 if ticket is not None:
@@ -708,6 +781,22 @@ class EngineClient:
                 ticket.cancel()
             if ticket.done:
                 self.tickets.pop(event.request_id, None)
+
+    def _answer(self, question: str, result: SessionAnswer) -> None:
+        answer = self._orders.pop(question, None)
+        if answer is not None:
+            try:
+                answer(result)
+            except Exception:
+                log.exception("an answer about sessions could not be passed on")
+
+    def _fail_orders(self, error: RwkvBatchError) -> None:
+        """All orders without an answer, sent or not, get the error."""
+        while self._managing:
+            order, answer = self._managing.popleft()
+            self._orders[order.question] = answer
+        for question in list(self._orders):
+            self._answer(question, failure("", error))
 
     def _fail(self, error: RwkvBatchError) -> None:
         """All open tickets, and those not sent yet, end with the error."""

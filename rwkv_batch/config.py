@@ -5,8 +5,10 @@ over the default. Knows nothing of torch, HTTP or processes.
 """
 
 import argparse
+import hashlib
 import ipaddress
 import os
+import re
 import socket
 import stat
 import tomllib
@@ -19,15 +21,27 @@ from rwkv_batch import __version__
 from rwkv_batch.errors import UsageError
 
 PREFIX = "RWKV_BATCH_"
+COMPILE_MODE = "max-autotune-no-cudagraphs"
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # of an API key's holder
 MODEL_SUFFIXES = (".pth", ".safetensors", ".st", ".rwkv")  # the last is the packed demo model's
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo"
 
 
 def setting(
-    default: Any, group: str, text: str, *, low: float | None = None, high: float | None = None, show: bool = True
+    default: Any,
+    group: str,
+    text: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    show: bool = True,
+    bare: Any = None,
 ) -> Any:
-    """One field of Config: its default, the heading it stands under in --help, its help, its closed range."""
-    return field(default=default, repr=show, metadata={"group": group, "help": text, "low": low, "high": high})
+    """One field of Config: its default, the heading it stands under in --help, its help, its closed range.
+
+    bare  the value of a flag that is given without one; None = it needs one
+    """
+    return field(default=default, repr=show, metadata={"group": group, "help": text, "low": low, "high": high, "bare": bare})
 
 
 @dataclass(frozen=True)
@@ -43,10 +57,45 @@ class Config:
     pp_devices: str | None = setting(None, "model", "devices of a pipeline, 0,1 or [0,1]; only one is supported so far")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting("auto", "model", "type of the weights in memory")
     ops: Literal["auto", "kernels", "compile", "reference"] = setting("auto", "model", "which implementation of the operations")
+    sampler: Literal["auto", "rapid", "flashinfer", "reference"] = setting(
+        "auto", "model", "which sampler; auto: rapid on a GPU; flashinfer: its filters for v2"
+    )
+    wkv_state: Literal["auto", "fp32", "fp16"] = setting(
+        "auto", "model", "type of the recurrent state in memory; auto: fp16 beside GPU kernels, else fp32"
+    )
+    compile: str | None = setting(
+        None, "model", "plain operations through torch.compile, without a mode: max-autotune-no-cudagraphs", bare=COMPILE_MODE
+    )
     threads: int = setting(0, "model", "CPU threads of the engine; 0 = automatic", low=0, high=4096)
 
     slots: int = setting(0, "batching", "sequences decoded at the same time; 0 = automatic", low=0, high=65536)
     prefill_budget: int = setting(0, "batching", "prompt tokens fed in one step; 0 = automatic", low=0, high=1_048_576)
+    busy_prefill_budget: int = setting(
+        0, "batching", "the same while others decode, whose next tokens wait for the step; 0 = automatic", low=0, high=1_048_576
+    )
+    batch_invariant: bool = setting(
+        False, "batching", "decode in graphs of one size only: a row's tokens then do not depend on how many others run"
+    )
+
+    state_db: str = setting("rwkv_batch_sessions.db", "sessions", "SQLite file of the sessions, made when the first is kept")
+    durability: Literal["turn", "relaxed", "shutdown"] = setting(
+        "turn", "sessions", "a turn is on disk before it is acknowledged, soon after, or at shutdown"
+    )
+    relaxed_seconds: float = setting(1.0, "sessions", "longest time until a relaxed turn is on disk", low=0.01, high=3600)
+    l1_sessions: int = setting(16, "sessions", "sessions kept in device memory", low=1, high=1_048_576)
+    l2_sessions: int = setting(32, "sessions", "sessions kept in host memory", low=0, high=1_048_576)
+    l1_mib: int = setting(2048, "sessions", "device memory for sessions, MiB", low=1, high=1_048_576)
+    l2_mib: int = setting(4096, "sessions", "host memory for sessions, MiB", low=0, high=1_048_576)
+    session_versions: int = setting(2, "sessions", "states of a session that are kept, to rewind to", low=1, high=1000)
+    session_wait_seconds: float = setting(30.0, "sessions", "wait for a busy session until 409", low=0, high=3600)
+    session_waiting: int = setting(64, "sessions", "turns that may wait for one session", low=0, high=65536)
+    replay_seconds: float = setting(600.0, "sessions", "time an answer is kept for its idempotency key", low=0, high=86400)
+    max_session_bytes: int = setting(256, "sessions", "length of a session's name, bytes", low=1, high=65536)
+    prefix_cache_mib: int = setting(
+        1024, "sessions", "memory for states of cached prefixes, MiB; 0 = none", low=0, high=1_048_576
+    )
+    prefix_min_tokens: int = setting(128, "sessions", "shortest prefix that prompts share", low=32, high=1_048_576)
+    prefix_every_tokens: int = setting(512, "sessions", "distance of cached states inside a prompt", low=32, high=1_048_576)
 
     host: str | None = setting(None, "http", "address to listen on; default: 0.0.0.0 with a password, 127.0.0.1 without")
     port: int = setting(8000, "http", "port to listen on; 0 = any free one", low=0, high=65535)
@@ -54,6 +103,16 @@ class Config:
     pin_http: bool = setting(True, "http", "keep each HTTP process on one CPU, which halves its cost")
     password: str | None = setting(None, "http", "secret of the callers; ps shows it, a file does not", show=False)
     password_file: str | None = setting(None, "http", "file that holds the password; nobody else may read it (mode 0600)")
+    api_keys: str | None = setting(
+        None, "http", "further callers, name=key,name=key, who may not administer; ps shows them", show=False
+    )
+    api_key_file: str | None = setting(
+        None, "http", "the same in a file (mode 0600), one `name key` a line; a key as it is, or as sha256:HEX"
+    )
+    isolate: bool = setting(False, "http", "each API key has sessions and cached prefixes of its own")
+    session_header: str | None = setting(
+        None, "http", "header that names the session of an OpenAI chat; its messages are then the new ones only"
+    )
     cors_origins: str = setting("*", "http", "origins whose pages may call, separated by commas; * = all")
     open_translate: bool = setting(False, "http", "translation needs no password, wherever the call comes from")
 
@@ -65,6 +124,8 @@ class Config:
     max_placeholders: int = setting(256, "limits", "placeholder texts in one translation request", low=0, high=4096)
     max_stops: int = setting(64, "limits", "stop entries in one request", low=0, high=4096)
     max_stop_bytes: int = setting(256, "limits", "length of one stop text, bytes", low=1, high=65536)
+    max_logprobs: int = setting(20, "limits", "most likely tokens that can be reported at each place", low=0, high=1024)
+    max_logit_bias: int = setting(1024, "limits", "entries of a logit bias", low=0, high=65536)
     queue: int = setting(512, "limits", "requests that may wait; one more is answered 429", low=1, high=1_048_576)
     translate_ratio: float = setting(
         3.0, "limits", "tokens of a translation for each token of its text, at most", low=0.5, high=100
@@ -141,14 +202,16 @@ class Config:
         Raises UsageError.
         """
         password = read_password(self.password, self.password_file)
-        host = self.host if self.host else ("0.0.0.0" if password else "127.0.0.1")
+        api_keys = read_api_keys(self.api_keys, self.api_key_file)
+        host = self.host if self.host else ("0.0.0.0" if password or api_keys else "127.0.0.1")
         workers = self.http_workers or (4 if self.device != "cpu" and self.fake_engine is None and gpu_present() else 2)
         device = self.device
         if devices := parse_devices(self.pp_devices):
             if self.device == "cpu":
                 raise UsageError("--pp-devices: needs a GPU, but --device is cpu", param="pp_devices")
             device = f"cuda:{devices[0]}"
-        settled = {"password": password, "password_file": None, "host": numeric_host(host)}
+        settled = {"password": password, "password_file": None, "api_keys": api_keys, "api_key_file": None}
+        settled["host"] = numeric_host(host)
         return replace(self, **settled, http_workers=workers, device=device, pp_devices=None)
 
 
@@ -188,16 +251,56 @@ def read_password(password: str | None, path: str | None) -> str | None:
         return password or None
     if password:
         raise UsageError("--password and --password-file: give one of them", param="password_file")
+    return read_secret(path, "password_file")
+
+
+def read_secret(path: str, name: str) -> str:
+    """The text of a file that only its owner may read, without line ends around it. Raises UsageError naming the setting."""
+    flag = flag_of(name)
     try:
         if os.name == "posix" and stat.S_IMODE(os.stat(path).st_mode) & 0o077:
-            raise UsageError(f"--password-file: others may read {path}; run chmod 600 {path}", param="password_file")
+            raise UsageError(f"{flag}: others may read {path}; run chmod 600 {path}", param=name)
         text = Path(path).read_text(encoding="utf-8").strip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise UsageError(f"--password-file: cannot read {path}: {reason}", param="password_file") from None
+        raise UsageError(f"{flag}: cannot read {path}: {reason}", param=name) from None
     if not text:
-        raise UsageError(f"--password-file: {path} is empty", param="password_file")
+        raise UsageError(f"{flag}: {path} is empty", param=name)
     return text
+
+
+def read_api_keys(api_keys: str | None, path: str | None) -> str | None:
+    """All keys, given directly and in a file, in the form of the setting, hashed; None without any. Raises UsageError."""
+    keys = parse_api_keys(api_keys)
+    lines = read_secret(path, "api_key_file").splitlines() if path is not None else []
+    for number, line in enumerate(lines, 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            add_api_key(keys, *line.split(), source=f"--api-key-file: {path}, line {number}")
+    return ",".join(f"{name}={key}" for name, key in keys.items()) or None
+
+
+def parse_api_keys(text: str | None) -> dict[str, str]:
+    """`name=key,name=sha256:HEX` -> {name: sha256:HEX}. Raises UsageError."""
+    keys: dict[str, str] = {}
+    for number, part in enumerate((text or "").split(","), 1):
+        if part.strip():
+            add_api_key(keys, *part.strip().split("=", 1), source=f"--api-keys: entry {number}")
+    return keys
+
+
+def add_api_key(keys: dict[str, str], *entry: str, source: str) -> None:
+    """Add a name and its key, hashed unless it came so. Raises UsageError, which never shows the key."""
+    if len(entry) != 2 or not NAME.fullmatch(entry[0]) or not entry[1]:
+        raise UsageError(f"{source}: wants a name of letters, digits, dot, - and _, and a key", param="api_keys")
+    name, key = entry
+    if name in keys:
+        raise UsageError(f"{source}: there is a key called {name} already", param="api_keys")
+    if key.startswith("sha256:"):
+        if not re.fullmatch("sha256:[0-9a-f]{64}", key):
+            raise UsageError(f"{source}: wants 64 hexadecimal digits, lower case, behind sha256:", param="api_keys")
+        keys[name] = key
+    else:
+        keys[name] = "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
 
 def find_model(config: Config, demo_folder: Path = DEMO_FOLDER) -> Path:
@@ -225,9 +328,10 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     path = flags.pop("config", None) or environ.get(PREFIX + "CONFIG")
     values: dict[str, Any] = {}
     for layer in (read_file(path) if path else {}, read_environment(environ), flags):
-        if "password" in layer or "password_file" in layer:  # a secret replaces one from below, however either is given
-            values.pop("password", None)
-            values.pop("password_file", None)
+        for pair in (("password", "password_file"), ("api_keys", "api_key_file")):
+            if any(name in layer for name in pair):  # a secret replaces one from below, however either is given
+                for name in pair:
+                    values.pop(name, None)
         values.update(layer)
     return Config(**values)
 
@@ -295,6 +399,7 @@ def read_file(path: str) -> dict[str, Any]:
 HEADINGS = {
     "model": "model",
     "batching": "batching",
+    "sessions": "sessions and cached prefixes",
     "http": "address and access",
     "limits": "limits",
     "life": "start, stop, watching",
@@ -339,5 +444,7 @@ def make_parser() -> argparse.ArgumentParser:
             metavar = {int: "N", float: "X", str: "TEXT"}[kind]
             if item.name.endswith(("_path", "_file")):
                 metavar = "FILE"
-            group.add_argument(flag, type=kind, metavar=metavar, help=text)
+            bare = item.metadata["bare"]
+            optional = {} if bare is None else {"nargs": "?", "const": bare}
+            group.add_argument(flag, type=kind, metavar=metavar, help=text, **optional)
     return parser

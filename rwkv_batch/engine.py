@@ -4,16 +4,19 @@
 as the next step's input, so a caller may submit the next step before it has seen them. Knows nothing of text or requests' ends.
 """
 
+import threading
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from rwkv_batch import logprobs
 from rwkv_batch.decode_graphs import DecodeGraphs
+from rwkv_batch.logprobs import Scoring, is_scored
 from rwkv_batch.model import Model
 from rwkv_batch.plan import Plan, Row
 from rwkv_batch.reference import Rows
-from rwkv_batch.request import Sequence
+from rwkv_batch.request import Sequence, TokenLogprob
 from rwkv_batch.state import Snapshot, State
 from sampling.base import Sampled, Sampler
 from sampling.reference import report_logprobs
@@ -26,15 +29,20 @@ class Token(NamedTuple):
 
     sequence: Sequence
     id: int | None
+    logprobs: TokenLogprob | None = None  # for rows that asked
 
 
 @dataclass
 class Step:
-    """A submitted step: the sequences sampled, and what for: on the device, or on its way to the host until `arrived`."""
+    """A submitted step: the sequences sampled, and what for: on the device, or on its way to the host until `arrived`.
+
+    scoring  the prompt tokens that the step scores, if any
+    """
 
     sequences: list[Sequence]
     sampled: Sampled | None
     arrived: torch.cuda.Event | None = None
+    scoring: Scoring | None = None
 
 
 class Engine:
@@ -51,31 +59,45 @@ class Engine:
         self.graphs = graphs
         self.device = model.weights.device
         self.num_eager_decodes = 0
+        self._thread = 0
         self._decode_rows = Rows([], [])  # of the last step if that was all decode: most steps repeat their slots
         self._readback = _Readback(state.num_slots) if self.device.type == "cuda" else None
 
     @torch.inference_mode()
     def submit(self, plan: Plan) -> Step:
         """Start one step: feed every row of the plan, sample those that ask for it."""
+        if self._thread != threading.get_ident():  # kernels go to the device that is current in the thread
+            self._thread = threading.get_ident()
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
         rows = sorted(plan.rows, key=_slot)  # neighbouring slots are worked on in place
         starting = [row.sequence for row in rows if row.start]
         if starting:
             self._start(starting)
-        if self.graphs is not None and not any(row.ids for row in rows):
-            return self._replay(rows)
+        if not any(row.ids for row in rows):
+            if self.graphs is not None:
+                return self._replay(rows)
+            self.num_eager_decodes += 1
         packed = self._pack(rows)
-        self.num_eager_decodes += packed.is_decode
         sampling = [i for i, row in enumerate(rows) if row.sample]
         all_sample = len(sampling) == len(rows)
-        logits_of = None if all_sample else packed.last[sampling]
+        scoring = Scoring(rows) if any(is_scored(row) for row in rows) else None
+        logits_of = None if all_sample and scoring is None else packed.last[sampling]
+        if scoring is not None:
+            logits_of = torch.cat((logits_of, torch.tensor(scoring.positions, dtype=torch.int64, device=self.device)))
         logits = self.model.forward(self._tokens(rows, packed), packed, self.state, logits_of=logits_of)
+        if scoring is not None:
+            scoring.take(logits[len(sampling) :], self.sampler.ids)
+            logits = logits[: len(sampling)]
         if not sampling:
-            return Step([], None)
+            return Step([], None, scoring=scoring)
         slots = packed.slots if all_sample else [packed.slots[i] for i in sampling]
         slot_tensor = packed.slot_tensor if all_sample else packed.slot_tensor[sampling]
         sampled = self.sampler.sample(logits, slot_tensor, slots)
         self.state.last_ids[slot_tensor] = sampled.ids
-        return self._step([rows[i].sequence for i in sampling], sampled)
+        step = self._step([rows[i].sequence for i in sampling], sampled)
+        step.scoring = scoring
+        return step
 
     def collect(self, step: Step) -> list[Token]:
         """Wait for a step's ids."""
@@ -84,10 +106,19 @@ class Engine:
         if step.arrived is not None:
             step.arrived.synchronize()
         ids, finite = step.sampled.ids.tolist(), step.sampled.finite
+        if step.sampled.logprobs is not None:
+            rows = zip(step.sequences, ids, finite.tolist(), logprobs.of_sampled(step.sampled, step.sequences), strict=True)
+            return [Token(sequence, id, report) if ok else Token(sequence, None) for sequence, id, ok, report in rows]
         if bool(finite.all()):
             return [Token(*pair) for pair in zip(step.sequences, ids, strict=True)]
         rows = zip(step.sequences, ids, finite.tolist(), strict=True)
         return [Token(sequence, id if ok else None) for sequence, id, ok in rows]
+
+    def stats(self) -> dict[str, int]:
+        """Decode steps so far: replayed graphs, and those that were launched kernel by kernel though there are graphs."""
+        if self.graphs is None:
+            return {}
+        return {"graph_steps_total": self.graphs.num_replays, "eager_decode_steps_total": self.num_eager_decodes}
 
     @torch.inference_mode()
     def take(self, slot: int) -> Snapshot:
@@ -118,10 +149,13 @@ class Engine:
     def _start(self, sequences: list[Sequence]) -> None:
         """Give slots to new sequences: their initial states, their controls."""
         self.state.clear([s.slot for s in sequences if s.initial is None])
+        starts: dict[Snapshot, list[int]] = {}  # many rows may start from one
         for sequence in sequences:
             if sequence.initial is not None:
-                self.state.put(sequence.slot, sequence.initial)
+                starts.setdefault(sequence.initial, []).append(sequence.slot)
                 sequence.initial = None
+        for snapshot, slots in starts.items():
+            self.state.put_many(slots, snapshot)
         self.sampler.start_many(
             [s.slot for s in sequences], [s.request.sampling for s in sequences], [s.index for s in sequences]
         )
@@ -152,10 +186,9 @@ class _Readback:
     """Pinned places for what steps sampled: copies run while the host goes on, and never wait for a step after theirs."""
 
     def __init__(self, num_rows: int):
-        self._places = [
-            (torch.empty(num_rows, dtype=torch.int64, pin_memory=True), torch.empty(num_rows, dtype=torch.bool, pin_memory=True))
-            for _ in range(READBACKS)
-        ]
+        ids = torch.empty(READBACKS, num_rows, dtype=torch.int64, pin_memory=True)
+        finite = torch.empty(READBACKS, num_rows, dtype=torch.bool, pin_memory=True)
+        self._places = list(zip(ids, finite, strict=True))
         self._next = 0
 
     def start(self, sampled: Sampled) -> tuple[Sampled, torch.cuda.Event]:

@@ -46,10 +46,22 @@ class Unauthorized(RwkvBatchError):
     status, kind, code = 401, "authentication_error", "invalid_api_key"
 
 
+class Forbidden(RwkvBatchError):
+    """The caller is known and may not do this."""
+
+    status, kind, code = 403, "permission_error", "not_allowed"
+
+
 class NotFound(RwkvBatchError):
     """No such route, model or session."""
 
     status, kind = 404, "not_found_error"
+
+
+class MethodNotAllowed(RwkvBatchError):
+    """The path is there, but not for this method."""
+
+    status, kind = 405, "invalid_request_error"
 
 
 class Conflict(RwkvBatchError):
@@ -58,10 +70,22 @@ class Conflict(RwkvBatchError):
     status, kind = 409, "conflict_error"
 
 
+class PreconditionFailed(RwkvBatchError):
+    """The session is not at the version the caller expects."""
+
+    status, kind, code = 412, "conflict_error", "version_mismatch"
+
+
 class TooLarge(RwkvBatchError):
     """The body is over its limit."""
 
     status, kind, code = 413, "invalid_request_error", "body_too_large"
+
+
+class Unprocessable(RwkvBatchError):
+    """An idempotency key came again with another request, or a stored state cannot be used."""
+
+    status, kind = 422, "invalid_request_error"
 
 
 class Overloaded(RwkvBatchError):
@@ -74,6 +98,12 @@ class Unavailable(RwkvBatchError):
     """The server is loading, draining, or has lost its engine."""
 
     status, kind, code, retry_after = 503, "service_unavailable", "unavailable", 1.0
+
+
+class StorageFailed(RwkvBatchError):
+    """The disk refused a session's state: the turn is not kept, what was stored before is."""
+
+    status, kind, code = 507, "server_error", "storage_failed"
 
 
 class EngineFailed(RwkvBatchError):

@@ -14,8 +14,9 @@ from collections.abc import Callable
 
 from rwkv_batch.channel import EngineInfo, Event
 from rwkv_batch.config import Config
-from rwkv_batch.errors import Overloaded, Unavailable
+from rwkv_batch.errors import InvalidRequest, Overloaded, RwkvBatchError, Unavailable
 from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
+from rwkv_batch.sessions import Action, Deleted, Page
 
 
 class FakeRow:
@@ -26,7 +27,7 @@ class FakeRow:
     def __init__(self, run: "FakeRun", index: int):
         self.run = run
         self.index = index
-        self.prompt_tokens = len(run.request.prompts[index])
+        self.prompt_tokens = len(run.request.prompts[index // run.request.copies])
         self.to_feed = self.prompt_tokens
         self.sampled = 0
         self.gathered: list[str] = []
@@ -40,7 +41,7 @@ class FakeRun:
     def __init__(self, request: Request, owner: bytes):
         self.request = request
         self.owner = owner
-        self.num_open = len(request.prompts)
+        self.num_open = request.num_rows
         self.num_steps = 0
         self.cancelled = False
         self.fault = ""
@@ -83,6 +84,8 @@ class FakeWorker:
 
     def submit(self, request: Request, owner: bytes) -> None:
         """Take a request; Overloaded when `queue` requests wait, Unavailable when draining."""
+        if request.session is not None:
+            raise InvalidRequest("this server keeps no sessions", param="session_id")
         with self._lock:
             if self._draining or self._stopping:
                 raise Unavailable("the server is shutting down", code="draining", retry_after=5.0)
@@ -94,7 +97,7 @@ class FakeWorker:
             if self._num_requests == self._fault_at:
                 run.fault = self._fault
             self._runs[request.id] = run
-            self._waiting.extend(FakeRow(run, index) for index in range(len(request.prompts)))
+            self._waiting.extend(FakeRow(run, index) for index in range(request.num_rows))
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
@@ -111,6 +114,10 @@ class FakeWorker:
             mine = [request_id for request_id, run in self._runs.items() if run.owner == owner]
         for request_id in mine:
             self.cancel(request_id)
+
+    def manage(self, action: Action, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
+        """The fake keeps no sessions: InvalidRequest."""
+        raise InvalidRequest("this server keeps no sessions", param="session_id")
 
     def drain(self) -> None:
         """Refuse new requests."""

@@ -22,6 +22,8 @@ ENGINE_NAMES = {
     "requests_waiting": "num_requests_waiting",
     "prompt_tokens_total": "prompt_tokens",
     "generation_tokens_total": "generation_tokens",
+    "prefix_queried_tokens_total": "prefix_cache_queries",
+    "prefix_cached_tokens_total": "prefix_cache_hits",
 }
 
 
@@ -78,7 +80,8 @@ class EngineMetrics:
             total = key.endswith("_total")
             metric = self._metrics.get(key)
             if metric is None:
-                stem = ENGINE_NAMES.get(key) or (key if key.startswith("state_") else f"engine_{key.removesuffix('_total')}")
+                own = key if key.startswith(("state_", "prefix_")) else f"engine_{key}"
+                stem = ENGINE_NAMES.get(key) or own.removesuffix("_total")
                 words = key.replace("_", " ")
                 if total:
                     metric = Counter(PREFIX + stem, f"Engine: {words}")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from rwkv_batch.request import Sequence
 
-PIECE = 16  # prompts are cut at multiples of this many tokens, the chunk of the matrix form of prefill
+PIECE = 32  # prompts are cut at multiples of this many tokens, the chunk of the matrix form of prefill
+SCORED_TOKENS = 512  # a plan feeds of prompts whose every token is scored: their logits are 256 KiB a token
 
 
 @dataclass(slots=True)
@@ -80,11 +81,13 @@ class PromptQueue:
 
     Requests take turns. A turn is up to a quarter of the budget, spent on the request's sequences in order: short prompts are
     fed whole in the order they came, and a long one goes on after everybody else had a turn. Turns are taken until the budget
-    is spent, so a request alone gets all of it.
+    is spent, so a request alone gets all of it. Prompts that are scored share a smaller budget and do not hold up the others.
+    A sequence with a cut is fed up to it and goes on in the next plan, before all others.
     """
 
     def __init__(self, budget: int):
-        """`budget`: tokens a plan may feed, >= 1. Pieces are multiples of PIECE, or of a smaller budget, or end a prompt."""
+        """`budget`: tokens a plan may feed, >= 1. Pieces are multiples of PIECE, or of a smaller budget, or end at a cut or a
+        prompt's end."""
         self.budget = budget
         self._piece = min(PIECE, budget)
         self._turn = max(self._piece, budget // 4 // self._piece * self._piece)
@@ -94,7 +97,7 @@ class PromptQueue:
         return bool(self._requests)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence of which nothing is fed, behind those of its request."""
+        """Queue a sequence whose prompt is to be fed from `num_fed` on, behind those of its request."""
         self._requests.setdefault(sequence.request.id, deque()).append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -104,27 +107,48 @@ class PromptQueue:
         if not sequences:
             del self._requests[sequence.request.id]
 
-    def take(self) -> list[Row]:
-        """Return the rows of the next plan, at most `budget` tokens together, and forget the sequences they complete."""
+    def take(self, limit: int | None = None) -> list[Row]:
+        """Return the rows of the next plan and forget the sequences they complete.
+
+        They feed at most `budget` tokens together, and at most `limit` where that is less.
+        """
         fed_before: dict[Sequence, int] = {}
-        left = self.budget
+        paused: list[Sequence] = []
+        left, scored_left = min(self.budget, limit or self.budget), SCORED_TOKENS
+        passed_over: list[tuple[str, deque[Sequence]]] = []  # scored ones that wait for the next plan
         while self._requests:
             request_id, sequences = self._requests.popitem(last=False)
-            spent = self._take_turn(sequences, min(self._turn, left), fed_before)
+            scored = sequences[0].request.prompt_logprobs is not None
+            limit = min(self._turn, left, scored_left if scored else left)
+            spent = self._take_turn(sequences, limit, fed_before, paused)
+            if scored and not spent and left >= self._piece:
+                passed_over.append((request_id, sequences))
+                continue
             if sequences:
                 self._requests[request_id] = sequences
             if not spent:
                 self._requests.move_to_end(request_id, last=False)
                 break
             left -= spent
+            scored_left -= spent if scored else 0
+        for request_id, sequences in reversed(passed_over):
+            self._requests[request_id] = sequences
+            self._requests.move_to_end(request_id, last=False)
+        for sequence in reversed(paused):
+            self._requests.setdefault(sequence.request.id, deque()).appendleft(sequence)
+            self._requests.move_to_end(sequence.request.id, last=False)
         return [_prompt_row(sequence, start) for sequence, start in fed_before.items()]
 
-    def _take_turn(self, sequences: deque[Sequence], limit: int, fed_before: dict[Sequence, int]) -> int:
-        """Feed `sequences` up to `limit` tokens, dropping those that are complete; return how many tokens it were."""
+    def _take_turn(
+        self, sequences: deque[Sequence], limit: int, fed_before: dict[Sequence, int], paused: list[Sequence]
+    ) -> int:
+        """Feed `sequences` up to `limit` tokens; return how many it were. Those that are complete are dropped, those that
+        have come to a cut are moved to `paused`."""
         left = limit
         while sequences:
             sequence = sequences[0]
-            rest = len(sequence.prompt) - sequence.num_fed
+            end = sequence.cuts[0] if sequence.cuts else len(sequence.prompt)
+            rest = end - sequence.num_fed
             num_tokens = rest if rest <= left else left // self._piece * self._piece
             if not num_tokens:
                 break
@@ -133,6 +157,8 @@ class PromptQueue:
             left -= num_tokens
             if num_tokens == rest:
                 sequences.popleft()
+                if end < len(sequence.prompt):
+                    paused.append(sequence)
         return limit - left
 
 
@@ -143,5 +169,5 @@ def _prompt_row(sequence: Sequence, start: int) -> Row:
         sequence=sequence,
         ids=sequence.prompt[start : sequence.num_fed],
         sample=complete and sequence.request.max_tokens > 0 and not sequence.settling,
-        start=start == 0 and not sequence.settling,
+        start=start == sequence.cached and not sequence.settling,
     )

@@ -11,6 +11,11 @@ THINK = "Assistant: <think"
 NO_THINK_V3 = "Assistant: <think>\n</think>"
 NO_THINK = "Assistant: <think>\n</think>\n"
 
+# How long a thought is asked for, by words behind the last user text; and a thought that begins in Chinese.
+THOUGHT_LENGTHS = {"en": " (think)", "enShort": " (think a bit)", "enLong": " (think a lot)"}
+CHINESE_THOUGHT = "嗯"
+FUNCTION_OUTPUT = "Function output:\n"  # begins a user turn that brings a tool's result
+
 FIM_MARK = "✿"  # one token of the World vocabulary; the model writes another one when it does not end
 
 _THOUGHT = re.compile(r"\A\s*<?think>.*?</think>|\A\s*>.*?</think>", re.DOTALL)

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from rwkv_batch.sessions import Kept, Session
 from sampling.params import SamplingParams
 
 Loop = Literal["sync", "continuous"]
@@ -15,7 +16,7 @@ Reason = Literal["stop", "length", "error", "cancelled"]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One submitted request: `prompts[i]` becomes choice i.
+    """One submitted request: each prompt becomes `copies` rows; row i continues `prompts[i // copies]` and is choice i.
 
     id          unique among live requests
     prompts     token ids, never empty (an empty text is fed token 0 by the route)
@@ -25,7 +26,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stop_texts  byte strings that end a row wherever they appear, and are not shown
     loop        which loop admits the rows
     chunk_size  sampled tokens a row gathers before they are delivered; 0 = everything at the row's end
-    session     name of the state to continue and to commit to, or None
+    session     the named state to continue, or None
+    namespace   whose sessions and cached prefixes these are; namespaces never see one another's
+    cache       whether prompts may start from cached prefixes and leave some
+    copies      rows of each prompt
+    prompt_logprobs  None, or how many of the most likely tokens to report at each place of the prompts beside the prompt's own
     """
 
     id: str
@@ -36,33 +41,69 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stop_texts: list[bytes] = []
     loop: Loop = "sync"
     chunk_size: int = 1
-    session: str | None = None
+    session: Session | None = None
+    namespace: str = ""
+    cache: bool = True
+    copies: int = 1
+    prompt_logprobs: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        return len(self.prompts) * self.copies
+
+
+class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
+    """A token, its log-probability, and the most likely tokens (id, log-probability) at its place, likeliest first."""
+
+    id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class PromptScore(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probabilities of a row's prompt: its next tokens in order, without the first of all, which follows nothing."""
+
+    index: int
+    tokens: list[TokenLogprob]
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True):
-    """Text that became safe to show in one step: `tokens` counts the sampled tokens since the last delta of this row."""
+    """Text that became safe to show in one step: `tokens` counts the sampled tokens since the last delta of this row.
+
+    logprobs  of the tokens that became visible, for rows that asked. The last ones of a row come with its end: all that are
+              left, the stop id included, or, when a stop text ended it, those of which something is visible
+    """
 
     index: int
     text: str
     tokens: int
+    logprobs: list[TokenLogprob] | None = None
 
 
 class Finish(msgspec.Struct, array_like=True, frozen=True):
-    """The end of one row. `error` is set exactly when `reason` is "error"."""
+    """The end of one row. `error` is set exactly when `reason` is "error".
+
+    cached_tokens  how many of the `prompt_tokens` were not computed, but taken from the prefix cache
+    session        where the row's state was kept, None for rows that keep none
+    """
 
     index: int
     reason: Reason
     prompt_tokens: int
     completion_tokens: int
     error: str | None = None
+    cached_tokens: int = 0
+    session: Kept | None = None
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True):
-    """What one step brought one request: all its rows' deltas, then the rows that ended with it."""
+    """What one step brought one request: scores of its prompts, all its rows' deltas, then the rows that ended with it."""
 
     request_id: str
     deltas: list[Delta]
     finishes: list[Finish]
+    scores: list[PromptScore] = []
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
@@ -84,19 +125,23 @@ class Sequence:
     num_sampled  samplings already put into a plan; runs one ahead of the ids the host has seen
     slot         index into the state arrays, -1 while waiting and after the end
     initial      the state to start from (a `Snapshot`), None for the empty one
+    cached       leading ids of `prompt` that `initial` has seen already
+    cuts         places in `prompt`, ascending, where a plan must stop, because the state there is wanted
     settling     whether the row has ended and only its state is brought to the end of the visible text
     """
 
-    __slots__ = ("index", "initial", "num_fed", "num_sampled", "prompt", "request", "settling", "slot")
+    __slots__ = ("cached", "cuts", "index", "initial", "num_fed", "num_sampled", "prompt", "request", "settling", "slot")
 
     def __init__(self, request: Request, index: int):
         self.request = request
         self.index = index
-        self.prompt = request.prompts[index]
+        self.prompt = request.prompts[index // request.copies]
         self.num_fed = 0
         self.num_sampled = 0
         self.slot = -1
         self.initial = None
+        self.cached = 0
+        self.cuts: list[int] = []
         self.settling = False
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ from collections import deque
 
 from rwkv_batch.continuous_batch import ContinuousBatch
 from rwkv_batch.plan import Batch, FreeSlots, Plan, PromptQueue, Row
+from rwkv_batch.prefix_cache import PrefixCache
 from rwkv_batch.request import Request, Sequence
 from rwkv_batch.sync_batch import SyncBatch
 
@@ -18,13 +19,26 @@ class Scheduler:
 
     prefill_budget  prompt tokens a plan may feed
     mixed           whether a plan may feed prompts and decode; if not, plans of the two kinds alternate while both have work
+    busy_budget     the same of a plan while rows decode, whose next tokens wait for it; None = no less
     patience        rows that may start while a sync wave in front of them waits for room
+    prefixes        states that rows may start from, None = each is fed from its first token
     """
 
-    def __init__(self, *, num_slots: int, prefill_budget: int, mixed: bool, patience: int = 64):
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        prefill_budget: int,
+        mixed: bool,
+        busy_budget: int | None = None,
+        patience: int = 64,
+        prefixes: PrefixCache | None = None,
+    ):
         self.num_slots = num_slots
         self.mixed = mixed
+        self.busy_budget = busy_budget
         self.patience = patience
+        self.prefixes = prefixes
         self._free = FreeSlots(num_slots)
         self._batches: dict[str, Batch] = {}  # every live request
         self._queue: deque[Batch] = deque()  # those that are ready to start rows
@@ -54,7 +68,7 @@ class Scheduler:
             raise ValueError(f"request {request.id!r} is live already")
         if not all(request.prompts):
             raise ValueError(f"request {request.id!r} has an empty prompt")
-        sequences = [Sequence(request, index) for index in range(len(request.prompts))]
+        sequences = [Sequence(request, index) for index in range(request.num_rows)]
         if sequences:
             batch = SyncBatch(sequences, self.num_slots) if request.loop == "sync" else ContinuousBatch(sequences)
             self._batches[request.id] = batch
@@ -81,13 +95,21 @@ class Scheduler:
             self._decoded_last = True
         return Plan(rows) if rows else None
 
-    def finish(self, sequence: Sequence) -> None:
-        """End a running row: its slot is free for the next plan. KeyError if it does not run."""
+    def resume(self, sequences: list[Sequence]) -> None:
+        """Feed rows that waited for the state they start from, and have it now."""
+        for sequence in sequences:
+            self._prompts.add(sequence)
+
+    def finish(self, sequence: Sequence, *, poisoned: bool = False) -> None:
+        """End a running row: its slot is free for the next plan. KeyError if it does not run.
+
+        poisoned  its numbers were not finite
+        """
         request_id = sequence.request.id
         batch = self._batches[request_id]
         was_ready = batch.ready
         batch.running.remove(sequence)
-        self._release(sequence)
+        self._release(sequence, poisoned=poisoned)
         if batch.ready and not was_ready:
             self._queue.append(batch)
         elif not batch.running and not batch.waiting:
@@ -110,7 +132,7 @@ class Scheduler:
         if batch.ready:
             self._queue.remove(batch)
             self._settled = False
-        for sequence in batch.running:
+        for sequence in sorted(batch.running, key=lambda sequence: -sequence.index):  # those that wait for others first
             self._release(sequence)
         return sorted([*batch.running, *batch.waiting], key=lambda sequence: sequence.index)
 
@@ -125,7 +147,7 @@ class Scheduler:
                 continue
             for sequence in sequences:
                 sequence.slot = self._free.take()
-                self._prompts.add(sequence)
+                self._admit(sequence)
             for waiting in passed_over:
                 waiting.num_passed_over += len(sequences)
             batch.num_passed_over = 0
@@ -134,9 +156,14 @@ class Scheduler:
         self._queue.extendleft(reversed(passed_over))
         self._settled = True
 
+    def _admit(self, sequence: Sequence) -> None:
+        """Have a row fed that has its slot, now or when the state it starts from is there."""
+        if self.prefixes is None or self.prefixes.start(sequence):
+            self._prompts.add(sequence)
+
     def _feed_prompts(self) -> list[Row]:
         """Return the next pieces of prompts; rows that sample with it decode from the next plan on."""
-        rows = self._prompts.take()
+        rows = self._prompts.take(self.busy_budget if self._decoding else None)
         for row in rows:
             if row.sample:
                 row.sequence.num_sampled = 1
@@ -154,11 +181,14 @@ class Scheduler:
                 del self._decoding[sequence]
         return rows
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Take the slot of a row that ended, and plan it no more."""
-        if sequence.num_fed < len(sequence.prompt):
+        waits = self.prefixes is not None and self.prefixes.waits(sequence)
+        if sequence.num_fed < len(sequence.prompt) and not waits:
             self._prompts.remove(sequence)
         self._decoding.pop(sequence, None)
         self._free.give(sequence.slot)
         sequence.slot = -1
         self._settled = False
+        for follower in self.prefixes.end(sequence, poisoned=poisoned) if self.prefixes is not None else ():
+            self._admit(follower)

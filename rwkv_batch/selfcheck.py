@@ -17,9 +17,11 @@ from rwkv_batch.launch import Launcher
 from rwkv_batch.reference import Rows
 from rwkv_batch.state import State
 from rwkv_batch.weights import HEAD_SIZE, Layer, ModelShape, Weights
+from sampling.choose import check
 
 log = logging.getLogger("rwkv_batch.engine")
 
+SAMPLER = "sampler"
 OPS = ("embed", "add_norm_mix", "time_mix", "channel_mix", "logits")
 TOLERANCE = 1e-2  # relative RMS; fp16 rounding between kernels leaves about 1e-3
 WIDTH, FFN, VOCAB, RANKS = 256, 1024, 512, (32, 32, 16, 64)
@@ -62,16 +64,19 @@ class PartlyReferenceOps(KernelOps):
         return reference.logits(x, y, weights, index) if "logits" in self.replaced else super().logits(x, y, weights, index)
 
 
-def failing_ops(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None) -> list[str]:
-    """Return the names of ops whose kernels disagree with the reference here; remembered in `file`."""
+def failing(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None) -> list[str]:
+    """Return the names of ops, and SAMPLER, whose kernels disagree with the reference here; remembered in `file`."""
     key = f"{torch.cuda.get_device_name(launcher.device)}, torch {torch.__version__}, state {wkv_dtype}"
     known = json.loads(file.read_text()) if file is not None and file.exists() else {}
     if key not in known:
         known[key] = [name for name in OPS if not _agrees(name, launcher, wkv_dtype)]
+        if wrong := check(launcher.device, launcher.library):
+            log.error("sampling rules that the kernel gets wrong: %s", "; ".join(wrong))
+            known[key].append(SAMPLER)
         if file is not None:
             file.write_text(json.dumps(known))
     for name in known[key]:
-        log.error("the kernels of op %s DISAGREE with the reference on this card: it runs on the slow reference op", name)
+        log.error("the kernels of %s DISAGREE with the reference on this card: it runs in plain torch, slowly", name)
     return known[key]
 
 

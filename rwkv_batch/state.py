@@ -8,7 +8,7 @@ import torch
 from rwkv_batch.weights import HEAD_SIZE, ModelShape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Snapshot:
     """An immutable copy of one sequence's state after `elapsed` tokens."""
 
@@ -84,7 +84,7 @@ class State:
         self.put(slots[0], snapshot)
         if len(slots) > 1:
             rest = torch.as_tensor(slots[1:], dtype=torch.int64, device=self.shift.device)
-            self.shift[:, :, rest] = self.shift[:, :, slots[0]].unsqueeze(2)
-            self.wkv[:, rest] = self.wkv[:, slots[0]].unsqueeze(1)
+            self.shift[:, :, rest] = snapshot.shift.to(self.shift).unsqueeze(2)
+            self.wkv[:, rest] = snapshot.wkv.to(self.wkv).unsqueeze(1)
             for slot in slots[1:]:
                 self.elapsed[slot] = snapshot.elapsed

@@ -91,6 +91,11 @@ class TextStream:
         self._unshown: list[bytes] = []  # bytes of the ids after them
         self._partly_shown = 0  # how many bytes of the first of these are shown
 
+    def arm(self, stops: Stops) -> None:
+        """Let `stops` end the row from the next token on."""
+        self._stops = stops
+        self._node = 0
+
     @property
     def num_shown(self) -> int:
         """Leading ids whose bytes are all shown; the others may yet turn out to be hidden."""

@@ -41,6 +41,13 @@ class Tokenizer:
         """Return the ids of `text`; InvalidRequest if it holds lone surrogates or a character that has no token."""
         return self.encode_bytes(_utf8(text))
 
+    def ids(self, prompt: str | list[int]) -> list[int]:
+        """Return the ids of a text, or ids as they are; InvalidRequest as `encode` and `decode_bytes` do."""
+        if isinstance(prompt, str):
+            return self.encode(prompt)
+        self.decode_bytes(prompt)
+        return prompt
+
     def encode_bytes(self, data: bytes) -> list[int]:
         """Return the ids of `data`, which need not be valid UTF-8; InvalidRequest for a byte that has no token.
 

@@ -12,13 +12,17 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from rwkv_batch.engine import Engine, Step
-from rwkv_batch.errors import EngineFailed, InvalidRequest, Overloaded, RwkvBatchError, Unavailable
+from rwkv_batch.errors import Conflict, EngineFailed, InvalidRequest, Overloaded, RwkvBatchError, Unavailable
 from rwkv_batch.plan import Plan
-from rwkv_batch.request import Delta, Failure, Finish, Progress, Reason, Request, Sequence
+from rwkv_batch.request import Delta, Failure, Finish, Progress, PromptScore, Reason, Request, Sequence, TokenLogprob
 from rwkv_batch.scheduler import Scheduler
+from rwkv_batch.sessions import Action, Answer, Deleted, Kept, Page
 from rwkv_batch.state import Snapshot
 from rwkv_batch.text_stream import Stops, TextStream
 from rwkv_batch.tokenizer import Tokenizer
@@ -29,15 +33,26 @@ Event = Progress | Failure
 CHECKPOINT_TOKENS = 16  # sampled tokens between the checkpoints of a row whose state is kept
 IDLE_SECONDS = 0.25  # how long an idle worker sleeps between two signs of life
 NOT_FINITE = "the model's output for this row was not finite"
+NO_STOPS = Stops()  # until min_tokens ids were sampled
 
 
 class Lease(Protocol):
-    """The right to continue one session; exactly one of `commit` and `release` ends it."""
+    """The right to continue one session; exactly one of `commit` and `release` ends it.
 
-    initial: Snapshot | None
+    newlines  how many newlines, two at most, the session's text ends in
+    replay    what an earlier turn with the same idempotency key said: there is nothing to run
+    revoked   the session was deleted meanwhile
+    """
 
-    def commit(self, snapshot: Snapshot) -> None:
-        """Keep the state at the end of the row."""
+    newlines: int
+    replay: Answer | None
+    revoked: bool
+
+    def initial(self) -> Snapshot | None:
+        """Return the state to start from, in the thread that uses it; None for the empty one."""
+
+    def commit(self, snapshot: Snapshot, newlines: int, answer: Answer, done: Callable[[Kept | RwkvBatchError], None]) -> None:
+        """Keep the state at the end of the row; `done` is called once, in any thread, when it is kept or cannot be."""
 
     def release(self) -> None:
         """Leave the session as it was."""
@@ -46,8 +61,20 @@ class Lease(Protocol):
 class Sessions(Protocol):
     """Where named states live."""
 
-    def lease(self, request: Request) -> Lease:
-        """Return the lease `request.session` asks for; RwkvBatchError when it cannot be had."""
+    def lease(self, request: Request, ready: Callable[[Lease | RwkvBatchError], None]) -> None:
+        """Ask for the session of `request`; `ready` is called once, in any thread. Raises what refuses it at once."""
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody waits for this request's lease any more."""
+
+    def manage(self, action: Action, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
+        """Carry out an order."""
+
+    def stats(self) -> dict[str, int | float]:
+        """Figures of this moment."""
+
+    def close(self) -> None:
+        """Write what is not on disk yet; waits for it."""
 
 
 @dataclass(eq=False)
@@ -69,17 +96,26 @@ class RowText:
     generated     all ids seen, only of rows whose state is kept
     checkpoints   (n, snapshot after the prompt and n generated ids), oldest first, only of such rows
     reason        why the row ended, while it settles
+    logprobs      of sampled ids, not delivered yet, and how many were; only of rows that asked
+    num_scored    tokens of the prompt that were scored
+    prompt        ids of the prompt, with the separator from the session's text before
+    said          text delivered, only of rows whose answer is kept for an idempotency key
     """
 
     ongoing: Ongoing
     stream: TextStream
     lease: Lease | None
+    prompt: list[int]
     count: int = 0
     gathered: str = ""
     num_gathered: int = 0
     generated: list[int] = field(default_factory=list)
     checkpoints: list[tuple[int, Snapshot]] = field(default_factory=list)
     reason: Reason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_reported: int = 0
+    num_scored: int = 0
+    said: list[str] = field(default_factory=list)
 
 
 class Worker:
@@ -114,6 +150,7 @@ class Worker:
         self._draining = False
         self._stopping = False
         self._dead = False
+        self._leasing: dict[str, Owner] = {}  # accepted requests that wait for their session
         self._ongoing: dict[str, Ongoing] = {}
         self._rows: dict[Sequence, RowText] = {}
         self._events: dict[Owner, dict[str, Event]] = defaultdict(dict)
@@ -123,9 +160,15 @@ class Worker:
     # From any thread.
 
     def submit(self, request: Request, owner: Owner) -> None:
-        """Accept a request; Overloaded when the queue is full, Unavailable when draining or dead."""
-        if request.session is not None and self.sessions is None:
+        """Accept a request; Overloaded when the queue is full, Unavailable when draining or dead.
+
+        One with a session waits for it outside of the worker's thread; the sessions may refuse it at once.
+        """
+        session = request.session
+        if session is not None and self.sessions is None:
             raise InvalidRequest("this server keeps no sessions", param="session_id")
+        if session is not None and session.keep and request.num_rows != 1:
+            raise InvalidRequest("a turn of a session takes one prompt", param="contents")
         stops = _stops(tuple(request.stop_ids), tuple(request.stop_texts))  # here, so that no step waits for it
         with self._lock:
             if self._dead:
@@ -135,15 +178,36 @@ class Worker:
             if self._num_waiting >= self.queue:
                 raise Overloaded(f"the queue is full: {self.queue} requests wait")
             self._num_waiting += 1
-            self._inbox.put(_Accepted(request, owner, stops))
+            if session is None:
+                self._inbox.put(_Accepted(request, owner, stops))
+                return
+            self._leasing[request.id] = owner
+        try:
+            self.sessions.lease(request, lambda result: self._leased(_Accepted(request, owner, stops, result)))
+        except RwkvBatchError:
+            self._forget_leasing(request.id)
+            raise
 
     def cancel(self, request_id: str) -> None:
         """End a request early; nothing more is delivered for it."""
-        self._inbox.put(_Cancel(request_id))
+        if self._forget_leasing(request_id):
+            self.sessions.cancel(request_id)
+        else:
+            self._inbox.put(_Cancel(request_id))
 
     def cancel_owner(self, owner: Owner) -> None:
         """End all requests of one owner."""
+        with self._lock:
+            leasing = [request_id for request_id, known in self._leasing.items() if known == owner]
+        for request_id in leasing:
+            self.cancel(request_id)
         self._inbox.put(_CancelOwner(owner))
+
+    def manage(self, action: Action, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
+        """Do something to the sessions; `answer` is called once, in any thread. InvalidRequest when there are none."""
+        if self.sessions is None:
+            raise InvalidRequest("this server keeps no sessions", param="session_id")
+        self.sessions.manage(action, answer)
 
     def drain(self) -> None:
         """Refuse new requests, finish the others."""
@@ -165,22 +229,47 @@ class Worker:
             "slots": self.scheduler.num_slots,
             "slots_free": self.scheduler.num_free,
             **self._totals,
+            **self.engine.stats(),
+            **(self.sessions.stats() if self.sessions is not None else {}),
+            **(self.scheduler.prefixes.stats() if self.scheduler.prefixes is not None else {}),
         }
+
+    def _leased(self, accepted: "_Accepted") -> None:
+        """A session is there for its request, or cannot be had."""
+        with self._lock:
+            wanted = self._leasing.pop(accepted.request.id, None) is not None
+            if wanted:
+                self._inbox.put(accepted)
+        if not wanted and not isinstance(accepted.lease, RwkvBatchError):
+            accepted.lease.release()
+
+    def _forget_leasing(self, request_id: str) -> bool:
+        """A request that waits for its session waits no more; whether it did."""
+        with self._lock:
+            waited = self._leasing.pop(request_id, None) is not None
+            self._num_waiting -= waited
+        return waited
 
     # The worker's thread.
 
     def run(self) -> None:
-        """Step until stopped. An error of the engine fails every request and is raised again: the process cannot go on."""
+        """Step until stopped, then have the sessions written.
+
+        An error of the engine fails every request and is raised again: the process cannot go on.
+        """
         try:
             while not self._stopping:
                 self.turn()
         except Exception:
             self._fail_all()
             raise
+        finally:
+            if self.sessions is not None:
+                self.sessions.close()
 
     def turn(self) -> None:
         """Take the inbox, submit the next step, read the one before, deliver."""
-        self._take_inbox(wait=self._step is None and not self._ongoing)
+        self._take_inbox(wait=self._step is None and not self._rows)
         started = time.monotonic()
         plan = self.scheduler.next_plan()
         submitted = self._submit(plan) if plan else None
@@ -197,6 +286,8 @@ class Worker:
             match message:
                 case _Accepted():
                     self._start(message)
+                case _Committed():
+                    self._committed(message)
                 case _Cancel(request_id):
                     self._cancel(request_id)
                 case _CancelOwner(owner):
@@ -204,28 +295,70 @@ class Worker:
                         self._cancel(request_id)
 
     def _start(self, accepted: "_Accepted") -> None:
-        request, owner, lease = accepted.request, accepted.owner, None
+        request, owner, lease = accepted.request, accepted.owner, accepted.lease
+        if isinstance(lease, RwkvBatchError):
+            self._count_started()
+            self._add_failure(request.id, owner, lease)
+            return
+        if lease is not None and lease.replay is not None:
+            self._replay(accepted)
+            return
         try:
-            if request.session is not None:
-                if len(request.prompts) != 1:
-                    raise InvalidRequest("a session takes one prompt at a time", param="contents")
-                lease = self.sessions.lease(request)
             sequences = self.scheduler.add(request)
-        except (RwkvBatchError, ValueError) as error:
+        except ValueError as error:
             if lease is not None:
                 lease.release()
             self._count_started()
-            self._add_failure(request.id, owner, error if isinstance(error, RwkvBatchError) else InvalidRequest(str(error)))
+            self._add_failure(request.id, owner, InvalidRequest(str(error)))
             return
+        initial, newlines = (lease.initial(), lease.newlines) if lease is not None else (None, 0)
+        if lease is not None and not request.session.keep:
+            lease.release()
+            lease = None
         ongoing = Ongoing(request, owner, len(sequences))
         self._ongoing[request.id] = ongoing
+        if accepted.lease is not None:
+            self._progress(ongoing)  # empty: says that the turn was not refused
         for sequence in sequences:
-            sequence.initial = lease.initial if lease else None
-            self._rows[sequence] = RowText(ongoing, TextStream(self.tokenizer.token_bytes, accepted.stops), lease)
-        if request.max_tokens == 0 and lease is None:  # nothing to compute
+            if initial is not None:
+                sequence.initial = initial
+                if request.session.separate:
+                    sequence.prompt = self._separated(sequence.prompt, newlines)
+            stops = NO_STOPS if request.sampling.min_tokens > 0 else accepted.stops
+            stream = TextStream(self.tokenizer.token_bytes, stops)
+            self._rows[sequence] = RowText(ongoing, stream, lease, sequence.prompt)
+        if request.max_tokens == 0 and lease is None and request.prompt_logprobs is None:  # nothing to compute
             self._drop(request.id)
             for sequence in sequences:
                 self._end(sequence, self._rows.pop(sequence), "length")
+
+    def _separated(self, prompt: list[int], newlines: int) -> list[int]:
+        """Return the prompt with what makes one blank line between it and a text that ends in `newlines` newlines.
+
+        A newline and a byte other than a blank, a tab or another newline are never in one World token.
+        """
+        token_bytes = self.tokenizer.token_bytes
+        for count, token in enumerate(prompt):
+            if not token_bytes[token]:
+                return prompt  # the end of a text separates more than a blank line would
+            rest = token_bytes[token].lstrip(b"\n")
+            if rest:
+                partial = rest if rest != token_bytes[token] else b""
+                separator = b"\n" * (2 - newlines)
+                return self.tokenizer.encode_bytes(separator + partial) + prompt[count + bool(partial) :]
+        return prompt  # nothing but newlines
+
+    def _replay(self, accepted: "_Accepted") -> None:
+        """Say again what an earlier turn with the same idempotency key said."""
+        request, answer = accepted.request, accepted.lease.replay
+        accepted.lease.release()
+        self._count_started()
+        progress = Progress(request.id, [], [])
+        if answer.text:
+            progress.deltas.append(Delta(0, answer.text, answer.completion_tokens))
+        counts = (answer.prompt_tokens, answer.completion_tokens, None, answer.cached_tokens)
+        progress.finishes.append(Finish(0, answer.reason, *counts, answer.kept))
+        self._events[accepted.owner][request.id] = progress
 
     def _cancel(self, request_id: str) -> None:
         if request_id in self._ongoing:
@@ -254,11 +387,20 @@ class Worker:
                 if row.start and not text.ongoing.started:
                     text.ongoing.started = True
                     self._count_started()
+                self._keep_prefix(row.sequence)
                 if text.lease is not None and row.sequence.num_fed == len(row.sequence.prompt):
                     self._after_prompt(row.sequence, text)
             elif (text := self._rows[row.sequence]).lease is not None:
                 self._checkpoint(row.sequence, text)
         return step
+
+    def _keep_prefix(self, sequence: Sequence) -> None:
+        """A part of a prompt is fed: others may start from the state there."""
+        prefixes = self.scheduler.prefixes
+        if prefixes is not None and not sequence.settling:
+            followers = prefixes.fed(sequence, lambda: self.engine.take(sequence.slot))
+            if followers:
+                self.scheduler.resume(followers)
 
     def _after_prompt(self, sequence: Sequence, row: RowText) -> None:
         """The ids to feed of a row whose state is kept are all fed."""
@@ -280,12 +422,17 @@ class Worker:
 
     def _read(self, step: Step) -> None:
         """Turn a step's ids into text; end rows that stopped."""
-        for sequence, id in self.engine.collect(step):
+        for sequence, tokens in step.scoring.collect() if step.scoring is not None else ():
+            self._add_scores(sequence, tokens)
+        for sequence, id, logprobs in self.engine.collect(step):
             row = self._rows.get(sequence)
             if row is None or row.reason is not None:
                 continue  # ended one step ago
+            if row.lease is not None and row.lease.revoked:
+                self._fail(row.ongoing, Conflict("the session was deleted during the turn", code="session_deleted"))
+                continue
             if id is None:
-                self.scheduler.finish(sequence)
+                self.scheduler.finish(sequence, poisoned=True)
                 self._end(sequence, self._rows.pop(sequence), "error")
                 continue
             self._totals["generation_tokens_total"] += 1
@@ -294,9 +441,13 @@ class Worker:
             row.num_gathered += 1
             if text:
                 row.gathered += text
+            if logprobs is not None:
+                row.logprobs.append(logprobs)
             if row.lease is not None:
                 row.generated.append(id)
             request = row.ongoing.request
+            if row.count == request.sampling.min_tokens:
+                row.stream.arm(_stops(tuple(request.stop_ids), tuple(request.stop_texts)))
             if stopped:
                 self._ended(sequence, row, "stop")
             elif row.count == request.max_tokens:
@@ -323,27 +474,72 @@ class Worker:
         self.scheduler.settle(sequence, ids)
 
     def _commit(self, sequence: Sequence, row: RowText, snapshot: Snapshot) -> None:
+        """Give the state away to be kept. The row's text is delivered now, its end when the state is kept."""
         self.scheduler.finish(sequence)
-        lease, row.lease = row.lease, None
-        lease.commit(snapshot)
-        self._end(sequence, self._rows.pop(sequence), row.reason)
+        del self._rows[sequence]
+        if row.gathered or row.logprobs:
+            self._add_delta(sequence, row, row.reason)
+        finish = _finish(sequence, row, row.reason)
+        answer = Answer("".join(row.said), row.reason, finish.prompt_tokens, finish.completion_tokens, finish.cached_tokens)
+        row.lease.commit(
+            snapshot, self._newlines(row), answer, lambda kept: self._inbox.put(_Committed(row.ongoing, finish, kept))
+        )
+
+    def _committed(self, message: "_Committed") -> None:
+        """A row's state is kept, or could not be."""
+        ongoing, kept = message.ongoing, message.kept
+        request = ongoing.request
+        if self._ongoing.get(request.id) is not ongoing:
+            return  # cancelled meanwhile
+        del self._ongoing[request.id]
+        if isinstance(kept, RwkvBatchError):
+            self._add_failure(request.id, ongoing.owner, kept)
+        else:
+            self._progress(ongoing).finishes.append(msgspec.structs.replace(message.finish, session=kept))
+
+    def _newlines(self, row: RowText) -> int:
+        """Return how many newlines, two at most, the text of prompt and answer ends in."""
+        num_visible, rest = row.stream.visible()
+        ids = chain(reversed(row.generated[:num_visible]), reversed(row.prompt))
+        count = 0
+        for data in chain((rest,), (self.tokenizer.token_bytes[id] for id in ids)):
+            stripped = data.rstrip(b"\n")
+            count += len(data) - len(stripped)
+            if stripped or count >= 2:
+                return min(count, 2)
+        return min(count + row.lease.newlines, 2)
+
+    def _fail(self, ongoing: Ongoing, error: RwkvBatchError) -> None:
+        """End a request with an error."""
+        self._cancel(ongoing.request.id)
+        self._add_failure(ongoing.request.id, ongoing.owner, error)
 
     def _end(self, sequence: Sequence, row: RowText, reason: Reason) -> None:
         if row.lease is not None:
             row.lease.release()
-        if row.gathered:
-            self._add_delta(sequence, row)
-        error = NOT_FINITE if reason == "error" else None
-        num_prompt = len(sequence.request.prompts[sequence.index])
-        finish = Finish(sequence.index, reason, num_prompt, row.count, error)
-        self._progress(row.ongoing).finishes.append(finish)
+        if row.gathered or row.logprobs:
+            self._add_delta(sequence, row, reason)
+        self._progress(row.ongoing).finishes.append(_finish(sequence, row, reason))
         row.ongoing.num_open -= 1
         if row.ongoing.num_open == 0:
             del self._ongoing[row.ongoing.request.id]
 
-    def _add_delta(self, sequence: Sequence, row: RowText) -> None:
-        self._progress(row.ongoing).deltas.append(Delta(sequence.index, row.gathered, row.num_gathered))
+    def _add_delta(self, sequence: Sequence, row: RowText, reason: Reason | None = None) -> None:
+        logprobs = _take_logprobs(row, reason) if row.logprobs else None
+        self._progress(row.ongoing).deltas.append(Delta(sequence.index, row.gathered, row.num_gathered, logprobs))
+        if row.lease is not None and row.ongoing.request.session.key is not None:
+            row.said.append(row.gathered)
         row.gathered, row.num_gathered = "", 0
+
+    def _add_scores(self, sequence: Sequence, tokens: list[TokenLogprob]) -> None:
+        """Pass on how likely a piece of a prompt was; a row that samples nothing ends with the last piece."""
+        row = self._rows.get(sequence)
+        if row is None:
+            return
+        self._progress(row.ongoing).scores.append(PromptScore(sequence.index, tokens))
+        row.num_scored += len(tokens)
+        if sequence.request.max_tokens == 0 and row.num_scored == len(sequence.prompt) - 1:
+            self._ended(sequence, row, "length")
 
     def _progress(self, ongoing: Ongoing) -> Progress:
         """Return what this step brought the request so far."""
@@ -372,6 +568,7 @@ class Worker:
         """Tell every caller, also those whose requests are still in the inbox."""
         with self._lock:
             self._dead = True
+            leasing, self._leasing = self._leasing, {}
         for row in self._rows.values():
             if row.lease is not None:
                 row.lease.release()
@@ -380,6 +577,8 @@ class Worker:
         waiting = [(m.request, m.owner) for m in self._inbox.take(0) if isinstance(m, _Accepted)]
         for request, owner in [(o.request, o.owner) for o in self._ongoing.values()] + waiting:
             self._add_failure(request.id, owner, error)
+        for request_id, owner in leasing.items():
+            self._add_failure(request_id, owner, error)
         self._flush()
 
 
@@ -387,6 +586,13 @@ class _Accepted(NamedTuple):
     request: Request
     owner: Owner
     stops: Stops
+    lease: Lease | RwkvBatchError | None = None
+
+
+class _Committed(NamedTuple):
+    ongoing: Ongoing
+    finish: Finish
+    kept: Kept | RwkvBatchError
 
 
 class _Cancel(NamedTuple):
@@ -403,7 +609,7 @@ class _Inbox:
     def __init__(self):
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
 
-    def put(self, message: _Accepted | _Cancel | _CancelOwner | None) -> None:
+    def put(self, message: _Accepted | _Committed | _Cancel | _CancelOwner | None) -> None:
         self._queue.put(message)
 
     def take(self, seconds: float) -> list:
@@ -416,6 +622,24 @@ class _Inbox:
                 messages.append(self._queue.get_nowait())
         except queue.Empty:
             return messages
+
+
+def _finish(sequence: Sequence, row: RowText, reason: Reason) -> Finish:
+    error = NOT_FINITE if reason == "error" else None
+    return Finish(sequence.index, reason, len(row.prompt), row.count, error, sequence.cached)
+
+
+def _take_logprobs(row: RowText, reason: Reason | None) -> list[TokenLogprob]:
+    """Return those of the ids that became visible; at the row's end the rest, without what a stop text hides."""
+    num_visible, rest = row.stream.visible()
+    count = num_visible - row.num_reported
+    if reason is not None:
+        last, request = row.logprobs[-1].id, row.ongoing.request
+        by_text = reason == "stop" and last != 0 and last not in request.stop_ids
+        count = count + bool(rest) if by_text else len(row.logprobs)
+    taken, row.logprobs = row.logprobs[:count], row.logprobs[count:]
+    row.num_reported += count
+    return taken
 
 
 @lru_cache(maxsize=256)

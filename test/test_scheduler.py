@@ -490,7 +490,7 @@ def test_long_prompt_does_not_hold_up_short_ones(mixed):
     scheduler.add(request("long", [64_000]))
     scheduler.next_plan()
     scheduler.add(request("short", [100]))
-    assert rows_of(scheduler.next_plan()) == [("long", 0, 400, False), ("short", 0, 100, True)]
+    assert rows_of(scheduler.next_plan()) == [("long", 0, 384, False), ("short", 0, 100, True)]
 
 
 def test_many_rows_do_not_hold_up_one():

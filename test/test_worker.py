@@ -16,6 +16,7 @@ from rwkv_batch.errors import Overloaded, Unavailable
 from rwkv_batch.model import Model
 from rwkv_batch.request import Failure, Request
 from rwkv_batch.scheduler import Scheduler
+from rwkv_batch.sessions import Kept, Session
 from rwkv_batch.state import Snapshot, State
 from rwkv_batch.worker import Worker
 from sampling.params import SamplingParams
@@ -32,19 +33,29 @@ class Memory:
         self.states: dict[str, Snapshot] = {}
         self.released: list[str] = []
 
-    def lease(self, request):
-        memory, name = self, request.session
+    def lease(self, request, ready):
+        memory, name = self, request.session.name
 
         class Lease:
-            initial = memory.states.get(name)
+            newlines, replay, revoked = 0, None, False
 
-            def commit(self, snapshot):
+            def initial(self):
+                return memory.states.get(name)
+
+            def commit(self, snapshot, newlines, answer, done):
                 memory.states[name] = snapshot
+                done(Kept(name, 1, None, snapshot.elapsed, False))
 
             def release(self):
                 memory.released.append(name)
 
-        return Lease()
+        ready(Lease())
+
+    def stats(self):
+        return {}
+
+    def close(self):
+        pass
 
 
 class Harness:
@@ -236,7 +247,7 @@ def test_kept_state_is_the_state_of_the_visible_text(vocab, ends_by):
             end = ids[count // 2]  # play that this id is the end: as a stop id it behaves alike
             fields["stop_ids"] = [end]
         name = f"{case}"
-        harness.submit(name, [prompt], session=name, **fields)
+        harness.submit(name, [prompt], session=Session(name=name), **fields)
         harness.submit(f"other{case}", [prompt[:3] or [1]], max_tokens=10)
         harness.run()
         visible = visible_ids(harness.tokenizer, ids, fields)
@@ -275,20 +286,20 @@ def test_a_second_turn_continues_the_first():
     """Two turns equal one row over the joined text."""
     harness = Harness(vocab=65536)
     prompt, more = harness.tokenizer.encode("User: hi\n\nAssistant:"), harness.tokenizer.encode("\n\nUser: go on\n\nAssistant:")
-    harness.submit("1", [prompt], session="s", max_tokens=10)
+    harness.submit("1", [prompt], session=Session(name="s", separate=False), max_tokens=10)
     harness.run()
     ids, _ = greedy(harness.engine.model, prompt, 10)
-    harness.submit("2", [more], session="s", max_tokens=10)
+    harness.submit("2", [more], session=Session(name="s", separate=False), max_tokens=10)
     harness.run()
     assert harness.texts["2"][0] == alone(prompt + ids + more, max_tokens=10, vocab=65536)
 
 
 def test_cancelled_and_failed_turns_leave_the_session_alone():
     harness = Harness()
-    harness.submit("1", [[1, 2, 3]], session="s", max_tokens=5)
+    harness.submit("1", [[1, 2, 3]], session=Session(name="s", separate=False), max_tokens=5)
     harness.run()
     before = harness.sessions.states["s"]
-    harness.submit("2", [[4, 5]], session="s", max_tokens=500)
+    harness.submit("2", [[4, 5]], session=Session(name="s", separate=False), max_tokens=500)
     for _ in range(5):
         harness.worker.turn()
     harness.worker.cancel("2")

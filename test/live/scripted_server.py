@@ -31,7 +31,11 @@ def start(checkpoint: Path, folder: Path, *args: str, password: str | None = Non
     server = ServerProcess(*flags, model=checkpoint, folder=folder, env=env, wait=False)
     if password:
         server.headers = {"Authorization": f"Bearer {password}"}
-    server.wait_ready()
+    try:
+        server.wait_ready()
+    except AssertionError:
+        server.close()
+        raise
     return server
 
 

@@ -1,0 +1,78 @@
+"""The OpenAI routes that generate, and the list of models."""
+
+from urllib.parse import unquote
+
+from routes.admin import model_name
+from routes.openai_answers import Answer, ChatAnswer, CompletionAnswer
+from routes.openai_schemas import ChatBody, CompletionBody, read
+from routes.reply import Answer as Stream
+from routes.reply import Call, Plain, json_reply
+from rwkv_batch.errors import InvalidRequest, NotFound
+from rwkv_batch.request import Request
+
+
+async def chat_completions(call: Call) -> Plain | Stream:
+    """POST chat/completions: answer a conversation."""
+    if call.body.get("text_list") is not None:
+        raise InvalidRequest(
+            "this path takes messages; for text_list, the form of a translation, the URL is /translate/v1/batch-translate",
+            param="text_list",
+        )
+    body = read(ChatBody, call.body)
+    if body.session_id is None and call.config.session_header is not None:
+        body.session_id = call.headers.get(call.config.session_header.lower())
+    request = await call.site.to_request(call, body)
+    return await answer_with(call, request, ChatAnswer(call, body, request), stream=body.stream)
+
+
+async def completions(call: Call) -> Plain | Stream:
+    """POST completions: go on with each prompt."""
+    if call.body.get("messages") is not None and call.body.get("prompt") is None:
+        raise InvalidRequest("this path takes prompt; messages go to chat/completions", param="messages")
+    body = read(CompletionBody, call.body)
+    request = await call.site.to_request(call, body)
+    return await answer_with(call, request, CompletionAnswer(call, body, request), stream=body.stream)
+
+
+async def answer_with(call: Call, request: Request, answer: Answer, *, stream: bool) -> Plain | Stream:
+    """Run the request. Raises what it failed with while nothing was sent."""
+    if stream:
+        return await call.site.stream(call, request, answer.chunks)
+    reply = await call.site.document(call, request, answer.document)
+    if answer.error is not None and isinstance(reply, Plain):
+        raise answer.error
+    return reply
+
+
+async def embeddings(call: Call) -> Plain:
+    """POST embeddings: there are none."""
+    raise NotFound("this server makes no embeddings", code="not_supported")
+
+
+def described(call: Call) -> dict[str, object]:
+    """The one model."""
+    return {
+        "id": model_name(call),
+        "object": "model",
+        "created": int(call.site.started),
+        "owned_by": "rwkv_batch",
+        "max_model_len": call.config.max_prompt_tokens,
+    }
+
+
+async def models(call: Call) -> Plain:
+    """GET models: a list of one."""
+    return json_reply({"object": "list", "data": [described(call)]})
+
+
+async def model(call: Call) -> Plain:
+    """GET models/{id}."""
+    if unquote(call.params["model"]) != model_name(call):
+        raise NotFound(f"no such model; this server has {model_name(call)}", param="model", code="model_not_found")
+    return json_reply(described(call))
+
+
+async def health(call: Call) -> Plain:
+    """GET health: 200 when a generation request would be taken. Raises Unavailable, Overloaded."""
+    call.site.check()
+    return json_reply({"status": "healthy"})

@@ -1,0 +1,265 @@
+"""The Responses API. The state of each answer is kept as a session under the response's id, so an answer can be continued any
+number of times; its text is not kept.
+"""
+
+import contextlib
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field, PrivateAttr, field_validator
+
+from routes.openai import answer_with
+from routes.openai_answers import Answer, new_id
+from routes.openai_schemas import GenerationBody, read
+from routes.reply import DONE, Call, Plain, dumps, error_document, json_reply
+from routes.reply import Answer as Stream
+from routes.schemas import MAX_ID
+from rwkv_batch import prompts
+from rwkv_batch.channel import Event, error_of
+from rwkv_batch.config import Config
+from rwkv_batch.errors import InvalidRequest, NotFound, RwkvBatchError
+from rwkv_batch.prompts import Turn
+from rwkv_batch.request import Delta, Failure, Request
+from rwkv_batch.sessions import Delete, Fork, Session
+
+TAIL = "Assistant:"  # without a thought
+PREFIX = "resp"
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+class Item(BaseModel):
+    """One message of the input."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] = "user"
+    content: str = ""
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def join_parts(cls, value: Any) -> Any:
+        """Null is no text; parts of text are joined."""
+        if not isinstance(value, list):
+            return "" if value is None else value
+        parts = [part.get("text") if isinstance(part, dict) and part.get("type") in TEXT_PARTS else None for part in value]
+        if not all(isinstance(text, str) for text in parts):
+            raise ValueError("only text parts can be read")
+        return "".join(parts)
+
+    def turn(self) -> Turn:
+        """For the chat template."""
+        return Turn("system" if self.role == "developer" else self.role, self.content)
+
+
+class ResponseBody(GenerationBody):
+    """POST responses."""
+
+    field: ClassVar[str] = "input"
+
+    input: list[Item] = Field(default_factory=list)
+    instructions: str = ""
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = Field(None, ge=0, le=MAX_ID)
+    max_tokens: int = Field(1024, ge=0, le=MAX_ID)
+    top_k: int = Field(50, ge=-1, le=MAX_ID)
+    store: bool = True
+    metadata: dict[str, str] = Field(default_factory=dict)
+    text: dict[str, Any] = Field(default_factory=dict)
+    reasoning: dict[str, Any] = Field(default_factory=dict)
+    include: list[str] = Field(default_factory=list)
+    background: bool = False
+    top_logprobs: int = 0
+    conversation: Any = None
+    _own_id: str = PrivateAttr(default_factory=lambda: new_id(PREFIX))
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def one_is_a_list(cls, value: Any) -> Any:
+        """A text is a user's message, alone or in a list."""
+        items = [value] if isinstance(value, str) else value
+        return [{"content": item} if isinstance(item, str) else item for item in items] if isinstance(items, list) else items
+
+    @property
+    def own_id(self) -> str:
+        """The id of the response."""
+        return self._own_id
+
+    def check_limits(self, config: Config) -> None:
+        """Raise InvalidRequest when more is asked for than the server allows, or than it can."""
+        if self.max_output_tokens is not None:
+            self.max_tokens = self.max_output_tokens
+        super().check_limits(config)
+        unsupported = {
+            "n": self.n > 1,
+            "background": self.background,
+            "conversation": self.conversation is not None,
+            "include": "message.output_text.logprobs" in self.include,
+            "top_logprobs": self.top_logprobs > 0,
+            "reasoning": self.reasoning.get("effort") not in (None, "none", "minimal"),
+            "text": (self.text.get("format") or {"type": "text"}) != {"type": "text"},
+        }
+        for name in (name for name, wanted in unsupported.items() if wanted):
+            raise InvalidRequest(f"{name}: not supported by this server", param=name, code="unsupported_parameter")
+
+    def texts(self) -> list[str]:
+        """The one prompt. Instructions stand in front of a conversation's first turn only, for its state holds them already."""
+        turns = [item.turn() for item in self.input]
+        if not any(turn.text.strip() for turn in turns):
+            raise InvalidRequest("input: a text, or messages with some", param="input")
+        first = [] if self.previous_response_id is not None else [Turn("system", self.instructions)]
+        return [prompts.conversation([*first, *turns], TAIL)]
+
+    def session(self, config: Config) -> Session | None:
+        """Where the state is kept: a copy of the previous one's under the own id."""
+        if self.store:
+            return Session(name=self.own_id)
+        return self.previous_response_id and Session(name=self.previous_response_id, keep=False, must_exist=True)
+
+
+class ResponseAnswer(Answer):
+    """A response, whole or as events."""
+
+    def __init__(self, call: Call, body: ResponseBody, request: Request):
+        super().__init__(call, body, request)
+        self.body = body
+        self.item_id = new_id("msg")
+        self.parts: list[str] = []
+        self._num_events = 0
+
+    def take(self, delta: Delta) -> None:
+        """Keep a piece; the blank that follows `Assistant:` is no part of the answer."""
+        self._add(delta)
+
+    def _add(self, delta: Delta) -> str:
+        text = delta.text if self.parts else delta.text.lstrip()
+        if text:
+            self.parts.append(text)
+        return text
+
+    def finished(self) -> dict[str, Any]:
+        """The response when it has ended."""
+        ended = self.finishes[0].reason == "stop"
+        return self._response("completed" if ended else "incomplete", [self._item("completed" if ended else "incomplete")])
+
+    def chunks(self, event: Event) -> bytes | None:
+        """Take one event; return the events of the Responses API that it becomes."""
+        if isinstance(event, Failure):
+            return self._failed(error_of(event))
+        out = []
+        if not self._began:
+            self._began = True
+            for name in ("response.created", "response.in_progress"):
+                out.append(self._event(name, response=self._response("in_progress", [])))
+            out.append(self._event("response.output_item.added", output_index=0, item=self._item("in_progress")))
+            out.append(self._at("response.content_part.added", part=self._part("")))
+        for delta in event.deltas:
+            self.num_tokens += delta.tokens
+            if text := self._add(delta):
+                out.append(self._at("response.output_text.delta", delta=text, logprobs=[]))
+        for finish in event.finishes:
+            self._note(finish)
+            out.append(self._end() if self.error is None else self._failed(self.error))
+        return b"".join(out) or None
+
+    def _end(self) -> bytes:
+        text, response = "".join(self.parts), self.finished()
+        return b"".join(
+            (
+                self._at("response.output_text.done", text=text, logprobs=[]),
+                self._at("response.content_part.done", part=self._part(text)),
+                self._event("response.output_item.done", output_index=0, item=response["output"][0]),
+                self._event(f"response.{response['status']}", response=response),
+                DONE,
+            )
+        )
+
+    def _failed(self, error: RwkvBatchError) -> bytes:
+        return self._event("error", **error_document(error, nested=True))
+
+    def _event(self, name: str, **more: Any) -> bytes:
+        data = dumps({"type": name, "sequence_number": self._num_events, **more})
+        self._num_events += 1
+        return f"event: {name}\ndata: {data}\n\n".encode()
+
+    def _at(self, name: str, **more: Any) -> bytes:
+        """An event that concerns the text."""
+        return self._event(name, item_id=self.item_id, output_index=0, content_index=0, **more)
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def _item(self, status: str) -> dict[str, Any]:
+        content = [] if status == "in_progress" else [self._part("".join(self.parts))]
+        return {"id": self.item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        body = self.body
+        return {
+            "id": body.own_id,
+            "object": "response",
+            "created_at": self.head["created"],
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions or None,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata,
+            "model": self.head["model"],
+            "output": output,
+            "parallel_tool_calls": False,
+            "previous_response_id": body.previous_response_id,
+            "temperature": body.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None if status == "in_progress" else self._counts(),
+        }
+
+    def _counts(self) -> dict[str, Any]:
+        """The usage by the names that responses have."""
+        usage = self.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+async def create(call: Call) -> Plain | Stream:
+    """POST responses: answer, and keep the state that the next call can name."""
+    body = read(ResponseBody, call.body)
+    request = await call.site.to_request(call, body)
+    previous = body.previous_response_id
+    if previous is not None and not previous.startswith(PREFIX + "_"):
+        raise missing(previous)
+    copied = previous is not None and body.store
+    try:
+        if copied:
+            await call.site.manage(Fork(namespace=call.namespace, name=previous, copies=[body.own_id]))
+        return await answer_with(call, request, ResponseAnswer(call, body, request), stream=body.stream)
+    except NotFound:
+        raise missing(previous) from None
+    except RwkvBatchError:
+        if copied:
+            with contextlib.suppress(RwkvBatchError):
+                await call.site.manage(Delete(namespace=call.namespace, name=body.own_id))
+        raise
+
+
+async def delete(call: Call) -> Plain:
+    """DELETE responses/{id}: forget the state."""
+    name = call.params["response"]
+    deleted = name.startswith(PREFIX + "_") and (await call.site.manage(Delete(namespace=call.namespace, name=name))).found
+    return json_reply({"id": name, "object": "response", "deleted": deleted})
+
+
+async def retrieve(call: Call) -> Plain:
+    """GET responses/{id}: texts are not kept."""
+    raise NotFound("the server keeps the state of a response to be continued, not its text", code="not_supported")
+
+
+def missing(name: str | None) -> NotFound:
+    """What is said of a response that is not there."""
+    return NotFound(f"Response '{name}' not found or expired", param="previous_response_id", code="previous_response_not_found")

@@ -1,0 +1,371 @@
+"""The JSON bodies of the OpenAI routes. Nulls and unknown fields are tolerated; what would change the text and is not there is
+refused by name.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from pydantic import BaseModel, Field, field_validator, model_validator
+
+from routes.schemas import DEFAULT_STOPS, MAX_ID, Body, Message, PromptsBody, SomeBody, session_name, validate
+from rwkv_batch import prompts
+from rwkv_batch.config import Config
+from rwkv_batch.errors import BatchTooLarge, InvalidRequest
+from rwkv_batch.prompts import Turn
+from rwkv_batch.request import Loop, Request
+from rwkv_batch.sessions import Session
+from sampling.params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+END_TEXT = "<|endoftext|>"  # stands for token 0 where it is the whole prompt
+END_IDS = [0]
+
+# Fields that would change the text, and the values that do not.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "use_beam_search": (False,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "typical_p": (1,),
+    "top_a": (0,),
+    "tfs": (1,),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "grammar": ("",),
+    "json_schema": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "chat_template": (),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "return_token_ids": (False,),
+}
+# Fields that change nothing here, so that they are not worth a line in the log.
+IGNORED = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "verbosity", "parallel_tool_calls", "password", "cache_prompt", "skip_special_tokens", "spaces_between_special_tokens",
+    "include", "truncation", "background", "text", "priority", "prediction", "request_id",
+}  # fmt: skip
+MAX_NOTED = 256
+noted: set[str] = set()  # unknown fields that were logged
+
+THINK_TYPES = {
+    "fast": "fast", "free": "free", "preferChinese": "preferChinese", "prefer_chinese": "preferChinese",
+    "en": "en", "enShort": "enShort", "en_short": "enShort", "enLong": "enLong", "en_long": "enLong",
+}  # fmt: skip
+EFFORTS = {"none": "fast", "minimal": "fast", "low": "enShort", "medium": "free", "high": "enLong", "xhigh": "enLong"}
+
+
+def read(kind: type[SomeBody], data: dict[str, Any]) -> SomeBody:
+    """Check a parsed body. Raises InvalidRequest naming the field that is wrong or not supported."""
+    for name, neutral in REFUSED.items():
+        value = data.get(name)
+        if value is not None and value not in neutral and name not in kind.model_fields:
+            raise InvalidRequest(f"{name}: not supported by this server", param=name, code="unsupported_parameter")
+    for name in data.keys() - kind.model_fields.keys() - REFUSED.keys() - IGNORED - noted:
+        if len(noted) < MAX_NOTED:
+            noted.add(name)
+            log.info("the field %s of a request is not known and ignored", json.dumps(name[:64]))
+    return validate(kind, data)
+
+
+class StreamOptions(Body):
+    """What a stream tells beside its texts."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationBody(PromptsBody):
+    """What all generating routes share; the defaults are those of the reference's OpenAI route."""
+
+    loop: ClassVar[Loop] = "continuous"
+    default_stops: ClassVar[list[int | str]] = DEFAULT_STOPS
+
+    max_tokens: int = Field(4096, ge=0, le=MAX_ID)
+    max_completion_tokens: int | None = Field(None, ge=0, le=MAX_ID)
+    min_tokens: int = Field(0, ge=0, le=MAX_ID)
+    top_k: int = Field(20, ge=-1, le=MAX_ID)
+    top_p: float = Field(0.6, ge=-1, le=1)
+    alpha_presence: float = Field(1.0, ge=-100, le=100)
+    alpha_frequency: float = Field(0.1, ge=-100, le=100)
+    presence_penalty: float | None = Field(None, ge=-100, le=100)
+    frequency_penalty: float | None = Field(None, ge=-100, le=100)
+    stop: list[int | str] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    n: int = Field(1, ge=1, le=MAX_ID)
+    stream_options: StreamOptions = Field(default_factory=StreamOptions)
+    chunk_size: int = Field(1, ge=1, le=1_048_576)
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def read_stop(cls, value: Any) -> Any:
+        """As `stop_tokens`."""
+        return cls.read_stops(value)
+
+    @field_validator("logit_bias")
+    @classmethod
+    def bound_bias(cls, value: dict[int, float]) -> dict[int, float]:
+        """Keys are ids, values within what OpenAI allows."""
+        if any(not 0 <= token <= MAX_ID or abs(bias) > 100 for token, bias in value.items()):
+            raise ValueError("token ids as keys, numbers from -100 to 100 as values")
+        return value
+
+    @model_validator(mode="after")
+    def take_newer_limit(self) -> "GenerationBody":
+        """`max_completion_tokens` is the newer name of `max_tokens`."""
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most likely tokens to report beside each; None = no log-probabilities."""
+        return None
+
+    def sampling(self) -> SamplingParams:
+        """The controls; OpenAI's two penalties stand in for the native ones where these were not sent."""
+        params = super().sampling()
+        presence, frequency = params.alpha_presence, params.alpha_frequency
+        if self.presence_penalty is not None or self.frequency_penalty is not None:
+            presence = presence if "alpha_presence" in self.model_fields_set else self.presence_penalty or 0.0
+            frequency = frequency if "alpha_frequency" in self.model_fields_set else self.frequency_penalty or 0.0
+        return msgspec.structs.replace(
+            params, alpha_presence=presence, alpha_frequency=frequency, logit_bias=tuple(self.logit_bias.items()),
+            min_tokens=self.min_tokens, logprobs=self.num_logprobs,
+        )  # fmt: skip
+
+    def stops(self, config: Config) -> tuple[list[int], list[bytes]]:
+        """All that end a row. Without `stop_tokens` those of the route count, but not beside `ignore_eos`."""
+        given = "stop_tokens" in self.model_fields_set
+        own = self.stop_tokens if given else [] if self.ignore_eos else self.default_stops
+        merged = self.model_copy(update={"stop_tokens": [*own, *self.stop, *self.stop_token_ids]})
+        return super(GenerationBody, merged).stops(config)
+
+    def check_limits(self, config: Config) -> None:
+        """Raise InvalidRequest when more is asked for than the server allows."""
+        super().check_limits(config)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens: not more than max_tokens", param="min_tokens")
+        if len(self.logit_bias) > config.max_logit_bias:
+            raise InvalidRequest(f"logit_bias: at most {config.max_logit_bias} entries", param="logit_bias")
+        if (self.num_logprobs or 0) > config.max_logprobs:
+            raise InvalidRequest(f"logprobs: at most {config.max_logprobs}", param="logprobs")
+
+    def check_count(self, texts: list[Any], config: Config) -> None:
+        """Raise InvalidRequest for no prompts, or too many choices."""
+        super().check_count(texts, config)
+        if len(texts) * self.n > config.max_prompts:
+            raise BatchTooLarge(len(texts) * self.n, config.max_prompts, param="n")
+
+    def to_request(self, request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
+        """The engine's form: `n` rows of each prompt."""
+        return msgspec.structs.replace(super().to_request(request_id, config, encode), copies=self.n)
+
+
+class ChatMessage(Message):
+    """One message; a tool's result becomes a user turn, as the models were trained."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"] = "user"
+
+    def turn(self) -> Turn:
+        """For the chat template."""
+        if self.role in ("tool", "function"):
+            return Turn("user", prompts.FUNCTION_OUTPUT + self.content)
+        return super().turn()
+
+
+class Conversation(BaseModel):
+    """The fields that make a chat's prompt."""
+
+    messages: list[ChatMessage] = Field(default_factory=list)
+    contents: list[str] = Field(default_factory=list)  # further user texts
+    system: str = ""
+    think_type: str | None = None
+    enable_think: bool | None = None
+    think: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("contents", mode="before")
+    @classmethod
+    def one_is_a_list(cls, value: Any) -> Any:
+        """A bare text is a list of one."""
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("think_type")
+    @classmethod
+    def know_type(cls, value: str | None) -> str | None:
+        """One word for each type."""
+        if value is not None and value not in THINK_TYPES:
+            raise ValueError(f"one of {', '.join(sorted(set(THINK_TYPES.values())))}")
+        return value and THINK_TYPES[value]
+
+    @property
+    def thinking(self) -> str:
+        """How the model is to think, a value of THINK_TYPES; the most explicit wish wins."""
+        if self.think_type is not None:
+            return self.think_type
+        for wish in (self.enable_think, self.think, self.chat_template_kwargs.get("enable_thinking")):
+            if wish is not None:
+                return "free" if wish else "fast"
+        return EFFORTS[self.reasoning_effort] if self.reasoning_effort is not None else "fast"
+
+    @property
+    def thought_begun(self) -> str:
+        """What the prompt holds of the thought."""
+        return prompts.CHINESE_THOUGHT if self.thinking == "preferChinese" else ""
+
+    def templated(self) -> str:
+        """The conversation with an open answer. Raises InvalidRequest when nobody says anything."""
+        turns = [Turn("system", self.system), *(message.turn() for message in self.messages)]
+        turns += [Turn("user", text) for text in self.contents]
+        if not any(turn.text.strip() for turn in turns):
+            raise InvalidRequest("Empty prompt", param="messages")
+        return prompts.conversation(self._with_length(turns), self.tail())
+
+    def tail(self) -> str:
+        """How the prompt ends."""
+        if self.thinking == "preferChinese":
+            return f"{prompts.THINK}>{prompts.CHINESE_THOUGHT}"
+        return prompts.chat_tail(think=self.thinking != "fast")
+
+    def _with_length(self, turns: list[Turn]) -> list[Turn]:
+        """Ask for a length of the thought behind the last user text."""
+        words = prompts.THOUGHT_LENGTHS.get(self.thinking, "")
+        last = max((place for place, turn in enumerate(turns) if turn.role == "user" and turn.text.strip()), default=None)
+        if words and last is not None:
+            turns[last] = Turn("user", turns[last].text.rstrip() + words)
+        return turns
+
+
+class ChatBody(GenerationBody, Conversation):
+    """POST chat/completions with `messages`."""
+
+    field: ClassVar[str] = "messages"
+    enable_think: bool | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_ID)
+    separate_reasoning: bool = True
+    reasoning_format: str = "auto"
+    session_id: str | None = None
+
+    @property
+    def splits(self) -> bool:
+        """Whether thoughts are told apart, and not left in the text with their tags."""
+        return self.thinking != "fast" and self.separate_reasoning and self.reasoning_format != "none"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See GenerationBody."""
+        return self.top_logprobs if self.logprobs else None
+
+    def texts(self) -> list[str]:
+        """The one prompt."""
+        return [self.templated()]
+
+    def check_limits(self, config: Config) -> None:
+        """Raise InvalidRequest when more is asked for than the server allows."""
+        super().check_limits(config)
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs: needs logprobs true", param="top_logprobs")
+        if self.session_id is not None and self.n > 1:
+            raise InvalidRequest("n: a session takes one choice at a time", param="n")
+
+    def session(self, config: Config) -> Session | None:
+        """The state that the new messages continue."""
+        return None if self.session_id is None else Session(name=session_name(self.session_id, config))
+
+    def to_request(self, request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
+        """The engine's form; tokens come one by one where a thought is told from the answer, so that they can be counted."""
+        request = super().to_request(request_id, config, encode)
+        return msgspec.structs.replace(request, chunk_size=1) if self.splits else request
+
+
+class CompletionBody(GenerationBody):
+    """POST completions: texts or ids, each completed as it is."""
+
+    field: ClassVar[str] = "prompt"
+    default_stops: ClassVar[list[int | str]] = []
+
+    prompt: list[str | list[int]] = Field(default_factory=lambda: [END_TEXT])
+    suffix: str | None = None
+    max_tokens: int = Field(16, ge=0, le=MAX_ID)
+    alpha_presence: float = Field(0.0, ge=-100, le=100)
+    alpha_frequency: float = Field(0.0, ge=-100, le=100)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_ID)
+    best_of: int | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def one_is_a_list(cls, value: Any) -> Any:
+        """A bare text, or one list of ids, is a list of one."""
+        alone = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int | float))
+        return [value] if alone else value
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def false_is_none(cls, value: Any) -> Any:
+        """Some clients say false."""
+        return None if value is False else value
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See GenerationBody."""
+        return self.logprobs
+
+    def texts(self) -> list[Any]:
+        """The prompts, texts or ids. Raises InvalidRequest for a suffix behind ids."""
+        if self.suffix is None:
+            return [END_IDS if prompt == END_TEXT else prompt for prompt in self.prompt]
+        if not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise InvalidRequest("suffix: the prompt must be text", param="suffix")
+        return [prompts.fill_in(prompt, self.suffix) for prompt in self.prompt]
+
+    def stops(self, config: Config) -> tuple[list[int], list[bytes]]:
+        """All that end a row; a gap that is filled in ends at the mark that would begin the next one."""
+        ids, texts = super().stops(config)
+        own = "stop_tokens" not in self.model_fields_set and self.suffix is not None and not self.ignore_eos
+        return ids, [*texts, prompts.FIM_MARK.encode()] if own else texts
+
+    def check_limits(self, config: Config) -> None:
+        """Raise InvalidRequest when more is asked for than the server allows."""
+        super().check_limits(config)
+        if self.best_of not in (None, 1, self.n):
+            raise InvalidRequest("best_of: not supported by this server", param="best_of", code="unsupported_parameter")
+        if self.suffix is not None and self.echo and self.logprobs is not None:
+            raise InvalidRequest("logprobs: not of a prompt with a suffix", param="logprobs")
+
+    def to_request(self, request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
+        """The engine's form; a prompt that comes back with its log-probabilities is fed whole."""
+        request = super().to_request(request_id, config, encode)
+        if not self.echo or self.logprobs is None:
+            return request
+        return msgspec.structs.replace(request, prompt_logprobs=self.logprobs, cache=False)

@@ -1,0 +1,345 @@
+"""The routes of sessions: turns that continue a state, branching dialogues, and what is done to states between turns.
+
+The engine keeps the states and makes the border between two turns; here are the bodies, the reference's answers, and files.
+"""
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from routes.chat import NATIVE_ID, Chunks, Document
+from routes.reply import DONE, Answer, Call, Plain, json_reply, sse
+from routes.schemas import MAX_ID, Body, ContentsBody, session_name, validate
+from rwkv_batch.channel import Event
+from rwkv_batch.config import Config
+from rwkv_batch.errors import InvalidRequest, StorageFailed
+from rwkv_batch.request import Finish
+from rwkv_batch.sessions import Delete, Entry, Export, Fork, Import, Kept, Page, Rewind, Session, Status, Tier
+
+DIALOGUE_ID = "rwkv7-multi-state"
+KEY_HEADER = "idempotency-key"
+BYTES = "application/octet-stream"
+MAX_KEY = 255  # characters of an idempotency key
+CACHE_LEVELS: dict[Tier, str] = {"l1": "L1 (VRAM)", "l2": "L2 (RAM)", "db": "Database (Disk)"}
+
+transfers = asyncio.Semaphore(4)  # files that an HTTP process holds in memory at a time
+
+
+class StateBody(ContentsBody):
+    """One turn: what is said next in a session. Without a session it runs without memory.
+
+    keep             without it nothing is stored, and any number of prompts start from the session's state
+    expect_version   the version the session must be at; 0: it must not exist
+    idempotency_key  a turn that was kept under it is answered again and not run again; also a header
+    """
+
+    SINGLE: ClassVar[str] = "Server Error: Requst must be single prompt !"  # as the reference spells it
+
+    session_id: str | None = None
+    keep: bool = True
+    expect_version: int | None = Field(None, ge=0, le=MAX_ID)
+    idempotency_key: str | None = Field(None, min_length=1, max_length=MAX_KEY)
+
+    def check_count(self, texts: list[str], config: Config) -> None:
+        """Raise InvalidRequest unless there is one prompt, or any number for a session that is not changed."""
+        super().check_count(texts, config)
+        if len(texts) > 1 and (self.keep or not self.session_id):
+            raise InvalidRequest(self.SINGLE, param="contents")
+
+    def session(self, config: Config) -> Session | None:
+        """The state to continue. Raises InvalidRequest."""
+        if self.session_id:
+            return Session(
+                name=session_name(self.session_id, config),
+                keep=self.keep,
+                expect_version=self.expect_version,
+                key=self.idempotency_key,
+            )
+        for field in ("expect_version", "idempotency_key"):
+            if getattr(self, field) is not None:
+                raise InvalidRequest(f"{field}: needs a session_id", param=field)
+        return None
+
+
+class DialogueBody(StateBody):
+    """One turn from a node of a branching dialogue; what comes of it is a new node."""
+
+    SINGLE: ClassVar[str] = "Server Error: Request must be single prompt!"
+
+    dialogue_idx: int = Field(0, ge=0, le=MAX_ID)
+
+    def check_count(self, texts: list[str], config: Config) -> None:
+        """Raise InvalidRequest unless there is one prompt."""
+        if len(texts) != 1:
+            raise InvalidRequest(self.SINGLE, param="contents")
+
+    def session(self, config: Config) -> Session:
+        """The node to continue. Raises InvalidRequest."""
+        name = session_name(self.session_id, config)
+        return Session(name=name, node=self.dialogue_idx, expect_version=self.expect_version, key=self.idempotency_key)
+
+
+class NamedBody(Body):
+    """An order about one session."""
+
+    session_id: str = ""
+
+    def name(self, config: Config) -> str:
+        """The session's name. Raises InvalidRequest."""
+        if not self.session_id:
+            raise InvalidRequest("Missing session_id parameter", param="session_id")
+        return session_name(self.session_id, config)
+
+
+class StatusBody(Body):
+    """Which sessions to list: one, a page of all, or all."""
+
+    session_id: str | None = None
+    offset: int = Field(0, ge=0, le=MAX_ID)
+    limit: int | None = Field(None, ge=0, le=MAX_ID)
+
+
+class DeleteBody(NamedBody):
+    """What to forget; with `delete_prefix` also every session whose name begins with this one and a colon."""
+
+    delete_prefix: bool = False
+
+
+class ForkBody(NamedBody):
+    """`copies`: the names of the new sessions; `version`: what they are copies of, the last one if it is not given."""
+
+    copies: list[str] = Field(default_factory=list)
+    version: int | None = Field(None, ge=1, le=MAX_ID)
+
+    @field_validator("copies", mode="before")
+    @classmethod
+    def one_is_a_list(cls, value: Any) -> Any:
+        """A bare name is a list of one."""
+        return [value] if isinstance(value, str) else value
+
+    def names(self, config: Config) -> list[str]:
+        """The names of the copies. Raises InvalidRequest."""
+        if not 1 <= len(self.copies) <= config.max_prompts:
+            raise InvalidRequest(f"copies: 1 to {config.max_prompts} names", param="copies")
+        if len(set(self.copies)) < len(self.copies) or not all(self.copies):
+            raise InvalidRequest("copies: each name once, none empty", param="copies")
+        return [session_name(name, config, f"copies[{index}]") for index, name in enumerate(self.copies)]
+
+
+class RewindBody(NamedBody):
+    """The version to go back to, the one before the last if it is not given."""
+
+    version: int | None = Field(None, ge=1, le=MAX_ID)
+    expect_version: int | None = Field(None, ge=0, le=MAX_ID)
+
+
+class ExportBody(NamedBody):
+    """The version to write, the last one if it is not given."""
+
+    version: int | None = Field(None, ge=1, le=MAX_ID)
+
+
+class ImportBody(NamedBody):
+    """The name of the session to make of a file."""
+
+    overwrite: bool = False
+
+
+async def completions(call: Call) -> Plain | Answer:
+    """POST /state/chat/completions: continue a session by one turn."""
+    body = validate(StateBody, with_key(call))
+    if body.stream:
+        return await reply_to(call, body, lambda rows: TurnChunks(rows, body.chunk_size))
+    return await reply_to(call, body, lambda rows: TurnDocument(NATIVE_ID, body.model, rows))
+
+
+async def dialogue(call: Call) -> Plain | Answer:
+    """POST /multi_state/chat/completions: continue a node of a dialogue; the answer tells the new node's number."""
+    for field in ("dialogue_idx", "session_id"):
+        if field not in call.body or (field == "session_id" and call.body[field] in (None, "")):
+            raise InvalidRequest(f"Missing {field} parameter", param=field)
+    body = validate(DialogueBody, with_key(call))
+    if body.stream:
+        return await reply_to(call, body, lambda rows: DialogueChunks(rows, body.chunk_size))
+    return await reply_to(call, body, lambda rows: DialogueDocument(DIALOGUE_ID, body.model, rows))
+
+
+def with_key(call: Call) -> dict[str, Any]:
+    """The body; an idempotency key may come in it or as a header."""
+    key = call.body.get("idempotency_key")
+    return call.body | {"idempotency_key": call.headers.get(KEY_HEADER) if key is None else key}
+
+
+async def reply_to(call: Call, body: StateBody, collector: Callable[[int], Document | Chunks]) -> Plain | Answer:
+    """Answer a turn with what `collector`, given the number of rows, makes of its events."""
+    request = await call.site.to_request(call, body)
+    answer = call.site.stream if body.stream else call.site.document
+    return await answer(call, request, collector(len(request.prompts)).feed)
+
+
+def told(kept: Kept) -> dict[str, Any]:
+    """What an answer says of its session."""
+    session = {"id": kept.name, "version": kept.version, "tokens": kept.tokens, "durable": kept.durable}
+    return {"session": session | ({"replayed": True} if kept.replayed else {})}
+
+
+def kept_of(finishes: dict[int, Finish]) -> Kept | None:
+    """Where the one row of a turn was kept."""
+    return finishes[0].session
+
+
+class TurnDocument(Document):
+    """The answer to a turn: beside the usual the session and its version."""
+
+    def body(self) -> dict[str, Any]:
+        """The finished answer."""
+        kept = kept_of(self.finishes)
+        return super().body() | (told(kept) if kept else {})
+
+
+class TurnChunks(Chunks):
+    """The stream of a turn: the last chunk tells the session and its version."""
+
+    def summary(self) -> dict[str, Any]:
+        """What the last chunk carries."""
+        kept = kept_of(self.finishes)
+        return super().summary() | (told(kept) if kept else {})
+
+
+class DialogueDocument(TurnDocument):
+    """The answer to a turn of a dialogue, with the number of the new node."""
+
+    def body(self) -> dict[str, Any]:
+        """The finished answer."""
+        kept = kept_of(self.finishes)
+        return super().body() | ({"dialogue_idx": kept.node} if kept else {})
+
+
+class DialogueChunks(TurnChunks):
+    """The stream of a turn of a dialogue: just before [DONE] comes the number of the new node."""
+
+    def feed(self, event: Event) -> bytes | None:
+        """Take one step's events; return the bytes to send, if any."""
+        sent = super().feed(event)
+        if not sent or not sent.endswith(DONE) or (kept := kept_of(self.finishes)) is None:
+            return sent
+        node = {"object": "multi_state.dialogue_idx", "session_id": kept.name, "dialogue_idx": kept.node}
+        return sent.removesuffix(DONE) + sse(node) + DONE
+
+
+async def status(call: Call) -> Plain:
+    """POST /state/status: the sessions and where they are. Without `limit` all of them, as in the reference."""
+    body = validate(StatusBody, call.body)
+    page = await call.site.manage(
+        Status(namespace=call.namespace, name=body.session_id or None, offset=body.offset, limit=body.limit)
+    )
+    document: dict[str, Any] = {
+        "status": "success",
+        "total_sessions": page.total,
+        "l1_cache_count": page.l1,
+        "l2_cache_count": page.l2,
+        "database_count": page.db,
+        "sessions": [described(entry) for entry in page.sessions],
+    }
+    if body.limit is not None:
+        reached = body.offset + len(page.sessions)
+        document["next_offset"] = reached if page.sessions and reached < page.total else None
+    return json_reply(document)
+
+
+def described(entry: Entry) -> dict[str, Any]:
+    """A session for people: the reference's four fields, then ours."""
+    on_disk = entry.tier == "db"
+    described = {
+        "session_id": entry.name,
+        "cache_level": CACHE_LEVELS[entry.tier],
+        "last_updated": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.updated)) if on_disk else "In Memory",
+        "timestamp": entry.updated if on_disk else time.time(),
+        "updated": entry.updated,
+        "version": entry.version,
+        "tokens": entry.tokens,
+        "bytes": entry.num_bytes,
+    }
+    return described | ({"versions": entry.versions} if entry.versions else {})
+
+
+async def delete(call: Call) -> Plain:
+    """POST /state/delete: forget a session everywhere."""
+    body = validate(DeleteBody, call.body)
+    name = body.name(call.config)
+    deleted = await call.site.manage(Delete(namespace=call.namespace, name=name, prefix=body.delete_prefix))
+    if not deleted.found and not body.delete_prefix:
+        return json_reply({"status": "not_found", "message": f"Session {name} not found in database"}, 404)
+    return json_reply({"status": "success", "message": f"Session {name} deleted successfully"})
+
+
+async def fork(call: Call) -> Plain:
+    """POST /state/fork: make copies of a session, all or none."""
+    body = validate(ForkBody, call.body)
+    order = Fork(namespace=call.namespace, name=body.name(call.config), copies=body.names(call.config), version=body.version)
+    return success(await call.site.manage(order))
+
+
+async def rewind(call: Call) -> Plain:
+    """POST /state/rewind: make an earlier version the newest one."""
+    body = validate(RewindBody, call.body)
+    order = Rewind(
+        namespace=call.namespace, name=body.name(call.config), version=body.version, expect_version=body.expect_version
+    )
+    return success(await call.site.manage(order))
+
+
+def success(page: Page) -> Plain:
+    """The answer to an order that made sessions or changed one."""
+    return json_reply({"status": "success", "sessions": [described(entry) for entry in page.sessions]})
+
+
+async def export(call: Call) -> Plain:
+    """POST /state/export: a session as one file, checksum and model included."""
+    body = validate(ExportBody, call.body)
+    name = body.name(call.config)
+    async with transfers:
+        with ScratchFile(call.site.folder) as file:
+            page = await call.site.manage(Export(namespace=call.namespace, name=name, path=str(file), version=body.version))
+            data = await asyncio.to_thread(file.read_bytes)
+    headers = {"Content-Disposition": 'attachment; filename="session.rwkvstate"'}
+    return Plain(data, content_type=BYTES, headers=headers | {"X-Session-Version": str(page.sessions[0].version)})
+
+
+async def import_file(call: Call) -> Plain:
+    """POST /state/import?session_id=NAME: make a session of the file in the body."""
+    body = validate(ImportBody, call.body)
+    name = body.name(call.config)
+    if not call.file:
+        raise InvalidRequest("the body is empty; send the file of an export as it is")
+    async with transfers:
+        with ScratchFile(call.site.folder) as file:
+            await asyncio.to_thread(file.write_bytes, call.file)
+            return success(
+                await call.site.manage(Import(namespace=call.namespace, name=name, path=str(file), overwrite=body.overwrite))
+            )
+
+
+class ScratchFile:
+    """An empty file that only we may read, for what HTTP process and engine hand each other; gone at the end."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __enter__(self) -> Path:
+        try:
+            handle, name = tempfile.mkstemp(dir=self.folder)
+        except OSError as error:
+            raise StorageFailed(f"no room for the file: {error.strerror}") from None
+        os.close(handle)
+        self.path = Path(name)
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,70 @@
+"""Moves snapshots between the device and the host, beside the steps."""
+
+import math
+from contextlib import ExitStack
+
+import torch
+
+from rwkv_batch.state import Snapshot
+
+
+class Copies:
+    """Moves snapshots between device and host on a stream of its own; a CPU needs no copies."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self.on_gpu else None
+
+    def mark(self) -> "torch.cuda.Event | None":
+        """Return an event behind all that the calling thread has submitted so far."""
+        if not self.on_gpu:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def wait(self, snapshot: Snapshot, event: "torch.cuda.Event | None") -> None:
+        """Make the calling thread's stream wait until `snapshot` has arrived, and keep its memory until that stream is done."""
+        if event is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(event)
+            for tensor in (snapshot.shift, snapshot.wkv):
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
+
+    def to_device(self, snapshot: Snapshot) -> tuple[Snapshot, "torch.cuda.Event | None"]:
+        """Begin to copy a snapshot to the device; the event says when it is there. Does not wait."""
+        if not self.on_gpu or snapshot.wkv.is_cuda:
+            return snapshot, None
+        with torch.cuda.stream(self._stream):
+            shift, wkv = (tensor.to(self.device, non_blocking=True) for tensor in (snapshot.shift, snapshot.wkv))
+            event = torch.cuda.Event()
+            event.record()
+        return Snapshot(shift, wkv, snapshot.elapsed), event
+
+    def to_host(self, snapshot: Snapshot, event: "torch.cuda.Event | None") -> Snapshot:
+        """Return a copy in page-locked host memory; waits for it."""
+        if not snapshot.wkv.is_cuda:
+            return snapshot
+        with torch.cuda.stream(self._stream):
+            if event is not None:
+                self._stream.wait_event(event)
+            shift, wkv = (
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+                for tensor in (snapshot.shift, snapshot.wkv)
+            )
+            done = torch.cuda.Event(blocking=True)  # this thread sleeps meanwhile
+            done.record()
+        done.synchronize()
+        return Snapshot(shift, wkv, snapshot.elapsed)
+
+    def is_finite(self, snapshot: Snapshot, event: "torch.cuda.Event | None") -> bool:
+        """Whether no value is NaN or infinite: a sum with one is neither."""
+        with ExitStack() as stack:
+            if snapshot.wkv.is_cuda:
+                stack.enter_context(torch.cuda.stream(self._stream))
+                if event is not None:
+                    self._stream.wait_event(event)
+            sums = [tensor.sum(dtype=torch.float32) for tensor in (snapshot.shift, snapshot.wkv)]
+            return all(math.isfinite(float(value)) for value in sums)

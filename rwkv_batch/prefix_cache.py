@@ -1,0 +1,259 @@
+"""Which prompts begin alike: states at the ends of shared prefixes, and who computes one that several rows need.
+
+Prompts are cut into blocks of BLOCK tokens, and the blocks of all prompts seen form a tree; a node may hold the state after the
+tokens on the way to it. A row starts from the deepest state on its way. A row whose way coincides with that of one being fed
+waits for it: so a prefix is computed once, however many rows of however many requests begin with it. Where a state is worth
+its memory is seen from the tree (Pan et al., "Marconi: prefix caching for the era of hybrid LLMs", 2024): where two prompts
+part, for that prefix has come twice; at the end of a long prompt, which the next turn of a chat begins with; and every
+`every_tokens` where a long prompt is cut anyhow.
+
+States lie at multiples of BLOCK, where the matrix form of prefill cuts a row in any case, and at least TAIL tokens before a
+prompt's end; so a row that starts from one computes the same numbers as one that is fed whole. Exact: a node is found by its
+tokens themselves. Plain Python: a state is anything with `num_bytes`.
+"""
+
+from array import array
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rwkv_batch.plan import PIECE
+from rwkv_batch.request import Sequence
+
+BLOCK = PIECE  # tokens
+TAIL = 16  # tokens fed after the last state: products over fewer rows are summed in another order
+MAX_NODES = 65_536  # two million tokens of prompts seen
+
+
+class Snapshot(Protocol):
+    """A state."""
+
+    num_bytes: int
+
+
+class Node:
+    """The end of a prefix of `depth` blocks.
+
+    row      a row that will feed up to here, while it has not
+    waiting  rows that will start from here as soon as it has
+    """
+
+    __slots__ = ("block", "children", "depth", "parent", "row", "snapshot", "waiting")
+
+    def __init__(self, parent: "Node | None", block: bytes, depth: int):
+        self.parent = parent
+        self.block = block
+        self.depth = depth
+        self.children: dict[bytes, Node] = {}
+        self.snapshot: Snapshot | None = None
+        self.row: Sequence | None = None
+        self.waiting: list[Sequence] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the prefix."""
+        return self.depth * BLOCK
+
+
+@dataclass(eq=False, slots=True)
+class Way:
+    """A started row's way through the tree, as far as states may lie on it.
+
+    kept      tokens behind the last state on it
+    waits_at  the node it waits at
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    kept: int = 0
+    waits_at: Node | None = None
+
+
+class PrefixCache:
+    """States of prefixes, `max_bytes` of them.
+
+    min_tokens    shortest prefix worth sharing
+    every_tokens  distance of states inside a prompt; also the shortest rest of a prompt whose end is kept
+    """
+
+    def __init__(self, max_bytes: int, *, min_tokens: int = 128, every_tokens: int = 512):
+        self.max_bytes = max_bytes
+        self.min_tokens = max(BLOCK, min_tokens)
+        self.every_tokens = max(BLOCK, every_tokens)
+        self.num_bytes = 0
+        self._roots: dict[str, Node] = {}  # namespace -> the empty prefix
+        self._nodes: OrderedDict[Node, None] = OrderedDict()  # a parent is always newer than its children
+        self._states: OrderedDict[Node, None] = OrderedDict()  # nodes with one, the longest unused first
+        self._ways: dict[Sequence, Way] = {}
+        self._totals = {
+            "prefix_queries_total": 0,
+            "prefix_hits_total": 0,
+            "prefix_queried_tokens_total": 0,
+            "prefix_cached_tokens_total": 0,
+        }
+
+    def stats(self) -> dict[str, int]:
+        """Figures of this moment."""
+        return {"prefix_states": len(self._states), "prefix_bytes": self.num_bytes, **self._totals}
+
+    def start(self, sequence: Sequence) -> bool:
+        """A row has its slot: choose the state it starts from. False: it waits, and `fed` or `end` will return it."""
+        request = sequence.request
+        limit = (len(sequence.prompt) - TAIL) // BLOCK
+        if sequence.initial is not None or not request.cache or request.prompt_logprobs is not None:
+            return True
+        if limit * BLOCK < self.min_tokens:
+            return True
+        self._count_query(sequence, 1)
+        way = self._ways[sequence] = Way()
+        known = self._follow(way, sequence, limit)
+        hit = next((node for node in reversed(way.nodes[:known]) if node.snapshot is not None), None)
+        for node in reversed(way.nodes[hit.depth if hit else 0 : known]):
+            if node.num_tokens < self.min_tokens:
+                break
+            if _will_pass(node):
+                if node.num_tokens not in node.row.cuts:
+                    insort(node.row.cuts, node.num_tokens)
+                node.waiting.append(sequence)
+                way.waits_at = node
+                self._claim(way, sequence, node.depth)
+                return False
+        if hit is not None:
+            self._states.move_to_end(hit)
+            self._begin_at(sequence, way, hit, hit.snapshot)
+        if known * BLOCK - way.kept >= self.min_tokens:
+            sequence.cuts.append(known * BLOCK)
+        self._plan_end(sequence, way)
+        self._claim(way, sequence, hit.depth if hit else 0)
+        return True
+
+    def waits(self, sequence: Sequence) -> bool:
+        """Whether a started row waits for another one's state."""
+        way = self._ways.get(sequence)
+        return way is not None and way.waits_at is not None
+
+    def fed(self, sequence: Sequence, take: Callable[[], Snapshot]) -> list[Sequence]:
+        """A row was fed up to `num_fed`: keep its state, which `take` copies, if it is worth it.
+
+        Returns rows that waited for it and go on from there.
+        """
+        way = self._ways.get(sequence)
+        depth, rest = divmod(sequence.num_fed, BLOCK)
+        is_cut = bool(sequence.cuts) and sequence.cuts[0] == sequence.num_fed
+        if is_cut:
+            sequence.cuts.pop(0)
+        if way is None or rest or not 0 < depth <= len(way.nodes):
+            return []
+        if not is_cut and sequence.num_fed - way.kept < self.every_tokens:
+            return []
+        node = way.nodes[depth - 1]
+        snapshot = node.snapshot or take()
+        way.kept = sequence.num_fed
+        self._store(node, snapshot)
+        followers, node.waiting = node.waiting, []
+        for follower in followers:
+            self._begin_at(follower, self._ways[follower], node, snapshot)
+            self._plan_end(follower, self._ways[follower])
+        return followers
+
+    def end(self, sequence: Sequence, *, poisoned: bool = False) -> list[Sequence]:
+        """A started row has ended; return rows that waited for it and are to start anew, in order.
+
+        poisoned  its numbers were not finite: no row shall start from what it started from or left
+        """
+        way = self._ways.pop(sequence, None)
+        if way is None:
+            return []
+        sequence.cuts.clear()
+        if way.waits_at is not None:
+            way.waits_at.waiting.remove(sequence)
+        followers: list[Sequence] = []
+        for node in way.nodes:
+            if poisoned:
+                self._drop_state(node)
+            if node.row is sequence:
+                node.row = None
+                followers += node.waiting
+                node.waiting = []
+        for follower in followers:
+            del self._ways[follower]
+            self._count_query(follower, -1)  # it will ask again
+        return followers
+
+    def _count_query(self, sequence: Sequence, times: int) -> None:
+        self._totals["prefix_queries_total"] += times
+        self._totals["prefix_queried_tokens_total"] += times * len(sequence.prompt)
+
+    def _follow(self, way: Way, sequence: Sequence, limit: int) -> int:
+        """Fill in the row's way of `limit` nodes, making those that are missing; return how many were there."""
+        namespace = sequence.request.namespace
+        node = self._roots.get(namespace)
+        if node is None:
+            node = self._roots[namespace] = Node(None, namespace.encode(), 0)
+        tokens = array("I", sequence.prompt[: limit * BLOCK]).tobytes()
+        known, size = 0, len(tokens) // limit
+        for depth in range(1, limit + 1):
+            block = tokens[(depth - 1) * size : depth * size]
+            child = node.children.get(block)
+            if child is None:
+                child = node.children[block] = Node(node, block, depth)
+                self._nodes[child] = None
+            else:
+                known = depth
+            way.nodes.append(child)
+            node = child
+        for node in reversed(way.nodes):  # parents last: the oldest node is always a leaf
+            self._nodes.move_to_end(node)
+        while len(self._nodes) > MAX_NODES:
+            self._forget_oldest()
+        return known
+
+    def _begin_at(self, sequence: Sequence, way: Way, node: Node, snapshot: Snapshot) -> None:
+        """Let a row start from a state instead of from the first token."""
+        sequence.initial = snapshot
+        sequence.num_fed = sequence.cached = way.kept = node.num_tokens
+        way.waits_at = None
+        self._totals["prefix_hits_total"] += 1
+        self._totals["prefix_cached_tokens_total"] += node.num_tokens
+
+    def _plan_end(self, sequence: Sequence, way: Way) -> None:
+        """Have the row stop for a state at its end, if the end is far from the last one."""
+        end = len(way.nodes) * BLOCK
+        if end - max([way.kept, *sequence.cuts]) >= self.every_tokens:
+            sequence.cuts.append(end)
+
+    def _claim(self, way: Way, sequence: Sequence, depth: int) -> None:
+        """Note on the nodes below `depth` that this row comes by, unless another one does."""
+        for node in way.nodes[depth:]:
+            if node.row is None or not _will_pass(node):
+                node.row = sequence
+
+    def _store(self, node: Node, snapshot: Snapshot) -> None:
+        if node.snapshot is None:
+            node.snapshot = snapshot
+            self.num_bytes += snapshot.num_bytes
+        self._states[node] = None
+        self._states.move_to_end(node)
+        while self.num_bytes > self.max_bytes:
+            self._drop_state(next(iter(self._states)))
+
+    def _drop_state(self, node: Node) -> None:
+        if node.snapshot is not None:
+            self.num_bytes -= node.snapshot.num_bytes
+            node.snapshot = None
+            del self._states[node]
+
+    def _forget_oldest(self) -> None:
+        """Take the leaf out that was not passed for longest."""
+        node, _ = self._nodes.popitem(last=False)
+        self._drop_state(node)
+        del node.parent.children[node.block]
+        if node.parent.parent is None and not node.parent.children:
+            del self._roots[node.parent.block.decode()]
+
+
+def _will_pass(node: Node) -> bool:
+    """Whether a row is on its way to this node."""
+    row = node.row
+    return row is not None and row.slot >= 0 and not row.settling and row.num_fed < node.num_tokens

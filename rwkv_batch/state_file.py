@@ -1,0 +1,181 @@
+"""One session's state as bytes, for SQLite and for exported files: what is written, and what is refused.
+
+    "rwkvstat", version u32, length of the header u32, header (JSON), shift [L, 2, C], wkv [L, H, 64, 64], CRC-32 u32
+
+All numbers are little-endian; the CRC covers everything before it. The header names the model by its fingerprint, the shape,
+the two dtypes, and how many tokens the state has seen. Knows nothing of sessions' names, of SQLite and of devices.
+"""
+
+import io
+import json
+import math
+import pickle
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from rwkv_batch.errors import Unprocessable
+from rwkv_batch.state import Snapshot
+from rwkv_batch.weights import HEAD_SIZE, ModelShape
+
+MAGIC = b"rwkvstat"
+VERSION = 1
+PIECE_BYTES = 2**20  # what is handed to SQLite at once: a bind copies it while it holds the GIL
+MAX_HEADER = 4096
+MAX_NEWLINES = 2
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PREFIX = struct.Struct("<8sII")
+_CRC = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A state on the host. `newlines`: how many newlines, two at most, the text ends in that it has seen."""
+
+    snapshot: Snapshot
+    newlines: int
+
+
+class StateFile:
+    """Writes and reads the states of one model."""
+
+    def __init__(self, fingerprint: str, shape: ModelShape):
+        self.fingerprint = fingerprint
+        self.shape = shape
+
+    def size(self, shift_dtype: torch.dtype, wkv_dtype: torch.dtype) -> int:
+        """The most bytes a state with these dtypes takes."""
+        shift, wkv = (math.prod(dims) for dims in self._shapes())
+        return _PREFIX.size + MAX_HEADER + shift * shift_dtype.itemsize + wkv * wkv_dtype.itemsize + _CRC.size
+
+    def encode(self, stored: Stored) -> Iterator[bytes | memoryview]:
+        """Yield a state in pieces of at most PIECE_BYTES, which share the memory of its tensors."""
+        snapshot = stored.snapshot
+        header = json.dumps(
+            {
+                "model": self.fingerprint,
+                "layers": self.shape.num_layers,
+                "width": self.shape.width,
+                "shift": NAMES[snapshot.shift.dtype],
+                "wkv": NAMES[snapshot.wkv.dtype],
+                "tokens": snapshot.elapsed,
+                "newlines": stored.newlines,
+            }
+        ).encode()
+        first = _PREFIX.pack(MAGIC, VERSION, len(header)) + header
+        crc = zlib.crc32(first)
+        yield first
+        for tensor in (snapshot.shift, snapshot.wkv):
+            data = _bytes_of(tensor.contiguous())
+            for start in range(0, len(data), PIECE_BYTES):
+                piece = data[start : start + PIECE_BYTES]
+                crc = zlib.crc32(piece, crc)
+                yield piece
+        yield _CRC.pack(crc)
+
+    def decode(self, pieces: Iterable[bytes], *, pin: bool = False) -> Stored:
+        """Read what `encode` wrote, however it is cut; `pin`: into page-locked memory.
+
+        Unprocessable, saying why, for anything else: other data, a newer version, another model, a damaged or incomplete state.
+        """
+        stream = _Stream(pieces)
+        magic, version, length = _PREFIX.unpack(stream.take(_PREFIX.size))
+        if magic != MAGIC:
+            raise _unusable("it is no state of this program")
+        if version > VERSION:
+            raise _unusable(f"a newer program wrote it: version {version}, known is {VERSION}")
+        if length > MAX_HEADER:
+            raise _unusable("its header is damaged")
+        tokens, newlines, dtypes = self._read_header(stream.take(length))
+        shift, wkv = (
+            torch.empty(dims, dtype=dtype, pin_memory=pin) for dims, dtype in zip(self._shapes(), dtypes, strict=True)
+        )
+        stream.fill(_bytes_of(shift))
+        stream.fill(_bytes_of(wkv))
+        crc = stream.crc
+        if _CRC.unpack(stream.take(_CRC.size))[0] != crc:
+            raise _unusable("its checksum is wrong")
+        stream.end()
+        return Stored(Snapshot(shift, wkv, tokens), newlines)
+
+    def decode_reference(self, data: bytes) -> Stored:
+        """Read a state that rwkv_lightning stored: three tensors in torch's format, which names no model; Unprocessable.
+
+        Read with weights-only, so that nothing in it is run.
+        """
+        try:
+            shift, wkv, elapsed = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            shift, wkv = (t.reshape(dims).clone() for t, dims in zip((shift, wkv), self._shapes(), strict=True))
+            if not {shift.dtype, wkv.dtype} <= set(NAMES):
+                raise ValueError
+            return Stored(Snapshot(shift, wkv, int(elapsed.reshape(-1)[0])), 0)
+        except (ValueError, TypeError, RuntimeError, AttributeError, IndexError, EOFError, pickle.UnpicklingError):
+            raise _unusable("it is damaged or has another shape than this model's states") from None
+
+    def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        layers, width = self.shape.num_layers, self.shape.width
+        return (layers, 2, width), (layers, self.shape.num_heads, HEAD_SIZE, HEAD_SIZE)
+
+    def _read_header(self, data: bytes) -> tuple[int, int, tuple[torch.dtype, torch.dtype]]:
+        """Return (tokens, newlines, dtypes)."""
+        try:
+            header = json.loads(data)
+            model, layers, width = header["model"], header["layers"], header["width"]
+            tokens, newlines = header["tokens"], header["newlines"]
+            dtypes = DTYPES[header["shift"]], DTYPES[header["wkv"]]
+            if not (type(tokens) is int and 0 <= tokens < 2**62 and newlines in range(MAX_NEWLINES + 1)):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise _unusable("its header is damaged") from None
+        if model != self.fingerprint:
+            raise _unusable(f"it is of another model, {str(model)[:32]}; this one is {self.fingerprint}")
+        if (layers, width) != (self.shape.num_layers, self.shape.width):
+            raise _unusable("it has another shape than this model's states")
+        return tokens, newlines, dtypes
+
+
+class _Stream:
+    """Reads from pieces of any lengths and keeps the CRC of what was read."""
+
+    def __init__(self, pieces: Iterable[bytes]):
+        self._pieces = iter(pieces)
+        self._piece = memoryview(b"")
+        self.crc = 0
+
+    def fill(self, target: memoryview) -> None:
+        """Read until `target` is full."""
+        start = 0
+        while start < len(target):
+            if not self._piece:
+                self._piece = memoryview(next(self._pieces, b""))
+                if not self._piece:
+                    raise _unusable("it is incomplete")
+            part = self._piece[: len(target) - start]
+            target[start : start + len(part)] = part
+            self.crc = zlib.crc32(part, self.crc)
+            self._piece = self._piece[len(part) :]
+            start += len(part)
+
+    def take(self, length: int) -> bytes:
+        """Return the next bytes."""
+        data = bytearray(length)
+        self.fill(memoryview(data))
+        return bytes(data)
+
+    def end(self) -> None:
+        """Nothing may follow."""
+        if self._piece or next(self._pieces, b""):
+            raise _unusable("more data follows it")
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+
+
+def _unusable(why: str) -> Unprocessable:
+    return Unprocessable(f"the stored state cannot be used: {why}", code="state_unusable")

@@ -1,0 +1,63 @@
+"""What the engine is put together from, as far as a machine without a GPU can tell."""
+
+import pytest
+import torch
+from models import TINY, random_weights
+
+from rwkv_batch import assembly, kernel_ops, selfcheck
+from rwkv_batch.config import COMPILE_MODE, Config, load
+from rwkv_batch.decode_graphs import HALVED_FROM, buckets_for, halves_of
+from rwkv_batch.errors import UsageError
+from rwkv_batch.model import Model
+from rwkv_batch.reference import Rows
+from rwkv_batch.state import State
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 5, 64, 320, 1000, 3000])
+def test_graph_sizes_take_every_number_of_rows(num_slots):
+    sizes = buckets_for(num_slots)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == num_slots
+    for rows in range(1, num_slots + 1):
+        fitting = min(size for size in sizes if size >= rows)
+        assert fitting <= max(rows * 1.5, rows + 1)
+
+
+def test_halves_are_those_of_large_even_sizes():
+    sizes = buckets_for(1000)
+    halves = halves_of(sizes)
+    assert not set(halves) & set(sizes)
+    assert {2 * half for half in halves} <= {size for size in sizes if size >= HALVED_FROM}
+
+
+def test_kernels_cannot_be_had_on_a_cpu():
+    with pytest.raises(UsageError, match="GPUs only"):
+        assembly.find_kernels(Config(ops="kernels"), torch.device("cpu"))
+    assert assembly.find_kernels(Config(), torch.device("cpu")) is None
+
+
+def test_planes_are_put_back_in_order():
+    planes = torch.arange(6)[list(kernel_ops.PLANES)]
+    assert planes[selfcheck.ORDER].tolist() == list(range(6))
+
+
+def test_compile_has_a_default_mode():
+    assert load(["--compile"], {}).compile == COMPILE_MODE
+    assert load(["--compile", "default"], {}).compile == "default"
+    with pytest.raises(UsageError, match="--compile fastest: must be one of"):
+        assembly.compiled_ops("fastest")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_compiled_ops_equal_the_plain_ones():
+    weights = random_weights(TINY)
+    results = []
+    for ops in (None, assembly.compiled_ops("default")):
+        model = Model(weights) if ops is None else Model(weights, ops, "compile")
+        state = State(weights.shape, 4)
+        prompt = model.forward(torch.arange(5, 45), Rows([1], [40]), state)
+        state.last_ids[:] = 7
+        results.append((prompt, model.forward(None, Rows([1, 2], [1, 1]), state), state.wkv))
+    for one, other in zip(*results, strict=True):
+        assert (one - other).abs().max() <= 1e-4

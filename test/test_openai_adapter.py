@@ -1,0 +1,410 @@
+"""From OpenAI's bodies to requests, and from the engine's events to OpenAI's answers.
+
+    python test/test_openai_adapter.py                                          starts a server with the demo model
+    BASE_URL=http://localhost:8000 PASSWORD=... python test/test_openai_adapter.py
+
+runs the official clients against a live server; pytest runs what needs none.
+"""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import quiet_robyn  # noqa: F401
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
+
+from routes.access import Secrets
+from routes.openai_answers import ChatAnswer, CompletionAnswer
+from routes.openai_responses import ResponseAnswer, ResponseBody
+from routes.openai_schemas import ChatBody, CompletionBody, read
+from routes.thoughts import Thought
+from rwkv_batch import prompts, tokenizer
+from rwkv_batch.channel import EngineInfo
+from rwkv_batch.config import Config, read_api_keys
+from rwkv_batch.errors import BatchTooLarge, InvalidRequest, Unauthorized, UsageError
+from rwkv_batch.request import Delta, Failure, Finish, Progress, PromptScore, Request, Sequence, TokenLogprob
+
+BYTES = tokenizer.for_vocab(256)
+CONFIG = Config()
+HI = [{"role": "user", "content": "hi"}]
+
+
+def to_request(kind, data: dict, config: Config = CONFIG) -> Request:
+    return read(kind, data).to_request("r", config, BYTES.ids)
+
+
+def chat(**fields) -> Request:
+    return to_request(ChatBody, {"messages": HI, **fields})
+
+
+def completion(**fields) -> Request:
+    return to_request(CompletionBody, {"prompt": "ab", **fields})
+
+
+def text_of(request: Request) -> str:
+    return bytes(request.prompts[0]).decode()
+
+
+# --- bodies ---
+
+
+def test_defaults_are_the_references():
+    request = chat()
+    params = request.sampling
+    assert (request.max_tokens, request.stop_texts, request.loop) == (4096, [b"\nUser:"], "continuous")
+    assert (params.temperature, params.top_k, params.top_p) == (1.0, 20, 0.6)
+    assert (params.alpha_presence, params.alpha_frequency, params.alpha_decay) == (1.0, 0.1, 0.996)
+    request = completion()
+    assert (request.max_tokens, request.stop_ids, request.stop_texts) == (16, [], [])
+    assert (request.sampling.alpha_presence, request.sampling.alpha_frequency) == (0.0, 0.0)
+
+
+def test_penalties_stand_in_for_the_native_ones():
+    for fields, right in (
+        ({"presence_penalty": 0.5}, (0.5, 0.0)),
+        ({"frequency_penalty": 0.25}, (0.0, 0.25)),
+        ({"presence_penalty": 0, "frequency_penalty": 0}, (0.0, 0.0)),
+        ({"presence_penalty": 0.5, "alpha_presence": 2}, (2.0, 0.0)),
+        ({"presence_penalty": None}, (1.0, 0.1)),
+    ):
+        params = chat(**fields).sampling
+        assert (params.alpha_presence, params.alpha_frequency) == right, fields
+
+
+def test_stops_are_merged():
+    assert chat(stop="x").stop_texts == [b"\nUser:", b"x"]
+    assert chat(stop=["x", ""], stop_tokens=[5, "y"], stop_token_ids=[7]).stop_texts == [b"y", b"x"]
+    assert chat(stop=["x"], stop_tokens=[5, "y"], stop_token_ids=[7]).stop_ids == [5, 7]
+    assert chat(ignore_eos=True).stop_texts == []
+    assert chat(ignore_eos=True, stop_tokens=["z"]).stop_texts == [b"z"]
+    assert completion(suffix="c").stop_texts == [prompts.FIM_MARK.encode()]
+    with pytest.raises(InvalidRequest, match="at most 64"):
+        chat(stop=["x"] * 65)
+
+
+def test_n_repeats_each_prompt_and_is_bounded():
+    request = completion(prompt=["a", "b"], n=2)
+    assert (request.prompts, request.copies, request.num_rows) == ([[97], [98]], 2, 4)
+    assert [Sequence(request, index).prompt for index in range(4)] == [[97], [97], [98], [98]]
+    with pytest.raises(BatchTooLarge) as error:
+        to_request(CompletionBody, {"prompt": ["a"] * 3, "n": 2}, Config(max_prompts=5))
+    assert (error.value.param, error.value.size) == ("n", 6)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "right"),
+    [
+        ("ab", [[97, 98]]), (["ab", "c"], [[97, 98], [99]]), ([97, 98], [[97, 98]]), ([[97], [98]], [[97], [98]]),
+        ("<|endoftext|>", [[0]]), (None, [[0]]), ("", [[0]]), (["", [1]], [[0], [1]]),
+    ],
+)  # fmt: skip
+def test_forms_of_a_prompt(prompt, right):
+    assert completion(prompt=prompt).prompts == right
+
+
+@pytest.mark.parametrize("prompt", [5, {}, [[[1]]], [300], [-1], [[1], [256]], [1.5], []])
+def test_what_is_no_prompt(prompt):
+    with pytest.raises(InvalidRequest) as error:
+        completion(prompt=prompt)
+    assert error.value.param.startswith("prompt")
+
+
+def test_echo_with_logprobs_scores_the_prompt_and_shares_nothing():
+    request = completion(echo=True, logprobs=3)
+    assert (request.prompt_logprobs, request.sampling.logprobs, request.cache) == (3, 3, False)
+    assert completion(logprobs=3).prompt_logprobs is None
+    assert completion(echo=True).prompt_logprobs is None
+    assert completion(logprobs=False).sampling.logprobs is None
+    assert completion(logprobs=0).sampling.logprobs == 0
+
+
+def test_limits_and_the_newer_name():
+    assert chat(max_tokens=5, max_completion_tokens=7).max_tokens == 7
+    for fields, name in (
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"), ({"logit_bias": {str(k): 0 for k in range(2000)}}, "logit_bias"),
+        ({"top_logprobs": 1}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 99}, "logprobs"),
+        ({"session_id": "s", "n": 2}, "n"), ({"session_id": "s" * 257}, "session_id"), ({"max_tokens": 2**21}, "max_tokens"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"1": 101}}, "logit_bias"), ({"seed": 2**64}, "seed"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequest) as error:
+            chat(**fields)
+        assert error.value.param.startswith(name), fields
+    assert chat(logit_bias={"3": -5, "65535": 2.5}).sampling.logit_bias == ((3, -5.0), (65535, 2.5))
+
+
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({}, "User: hi\n\nAssistant: <think>\n</think>\n"),
+        ({"enable_think": True}, "User: hi\n\nAssistant: <think"),
+        ({"think": True}, "User: hi\n\nAssistant: <think"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "User: hi\n\nAssistant: <think"),
+        ({"reasoning_effort": "low"}, "User: hi (think a bit)\n\nAssistant: <think"),
+        ({"reasoning_effort": "high", "enable_think": False}, "User: hi\n\nAssistant: <think>\n</think>\n"),
+        ({"think_type": "en_long", "enable_think": False}, "User: hi (think a lot)\n\nAssistant: <think"),
+        ({"think_type": "prefer_chinese"}, "User: hi\n\nAssistant: <think>嗯"),
+        ({"system": "Be kind."}, "System: Be kind.\n\nUser: hi\n\nAssistant: <think>\n</think>\n"),
+        ({"contents": "more"}, "User: hi\n\nUser: more\n\nAssistant: <think>\n</think>\n"),
+        ({"messages": [], "contents": ["hi"]}, "User: hi\n\nAssistant: <think>\n</think>\n"),
+    ],
+)
+def test_templates(fields, end):
+    assert text_of(chat(**fields)) == end
+
+
+def test_roles_and_parts():
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, "b"]},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "tool", "content": "42", "tool_call_id": "x"},
+        {"role": "developer", "content": "D"},
+        {"role": "assistant", "content": "<think>no</think>yes"},
+    ]
+    assert text_of(to_request(ChatBody, {"messages": messages})) == (
+        "System: D\n\nUser: ab\n\nUser: Function output:\n42\n\nAssistant: yes\n\nAssistant: <think>\n</think>\n"
+    )
+
+
+def test_fields_that_would_change_the_text_are_refused_by_name():
+    for fields in ({"tools": [{}]}, {"response_format": {"type": "json_object"}}, {"min_p": 0.1}, {"guided_regex": "a"}):
+        with pytest.raises(InvalidRequest) as error:
+            chat(**fields)
+        assert (error.value.param, error.value.code) == (next(iter(fields)), "unsupported_parameter")
+    assert chat(tools=[], min_p=0, response_format={"type": "text"}, top_a=None, unknown=[1]) == chat()
+
+
+def test_responses_become_conversations():
+    def response(**fields) -> Request:
+        return to_request(ResponseBody, {"store": False, **fields})
+
+    assert text_of(response(input="hi", instructions="Be kind.")) == "System: Be kind.\n\nUser: hi\n\nAssistant:"
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}, {"role": "assistant", "content": "b"}, "c"]
+    assert text_of(response(input=items)) == "User: a\n\nAssistant: b\n\nUser: c\n\nAssistant:"
+    following = response(input="hi", instructions="Be kind.", previous_response_id="resp_1")
+    assert text_of(following) == "User: hi\n\nAssistant:"
+    assert (following.session.name, following.session.keep) == ("resp_1", False)
+    kept = read(ResponseBody, {"input": "hi", "own_id": "resp_1", "_own_id": "resp_1"})
+    assert kept.to_request("r", CONFIG, BYTES.ids).session.name == kept.own_id != "resp_1", "nobody chooses where it is kept"
+    assert response(input="hi", max_output_tokens=3).max_tokens == 3
+    assert response(input="hi").max_tokens == 1024
+    for fields in (
+        {},
+        {"input": ""},
+        {"input": 5},
+        {"input": "a", "background": True},
+        {"input": "a", "reasoning": {"effort": "high"}},
+    ):
+        with pytest.raises(InvalidRequest):
+            response(**fields)
+
+
+# --- answers ---
+
+
+def answer_to(kind, body_kind, **fields):
+    """An answer whose events a test makes up."""
+    body = read(body_kind, {"messages": HI, "prompt": "ab", "input": "hi", **fields})
+    site = SimpleNamespace(client=SimpleNamespace(info=EngineInfo(model="m", fingerprint="f" * 32)), tokenizer=BYTES)
+    call = SimpleNamespace(id="id", site=site, config=CONFIG)
+    return kind(call, body, body.to_request("r", CONFIG, BYTES.ids))
+
+
+def step(deltas=(), finishes=(), scores=()) -> Progress:
+    return Progress("r", list(deltas), list(finishes), list(scores))
+
+
+def payloads(data: bytes | None) -> list:
+    lines = (data or b"").decode().split("\n\n")
+    assert lines.pop() == ""
+    found = [line.split("data: ", 1)[1] for line in lines]
+    return [line if line == "[DONE]" else json.loads(line) for line in found]
+
+
+def test_a_chat_from_events():
+    events = [
+        step([Delta(1, "B", 1)]),
+        step([Delta(0, "a", 1)], [Finish(1, "length", 9, 1)]),
+        step([], [Finish(0, "stop", 9, 2)]),
+    ]
+    whole = answer_to(ChatAnswer, ChatBody, n=2)
+    *nothing, document = [whole.document(event) for event in events]
+    assert nothing == [None, None]
+    document = json.loads(document)
+    assert [choice["message"]["content"] for choice in document["choices"]] == ["a", "B"]
+    assert [choice["finish_reason"] for choice in document["choices"]] == ["stop", "length"]
+    num_prompt = len("User: hi\n\nAssistant: <think>\n</think>\n")
+    usage = {key: document["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    assert usage == {"prompt_tokens": num_prompt, "completion_tokens": 3, "total_tokens": num_prompt + 3}
+
+    stream = answer_to(ChatAnswer, ChatBody, n=2, stream_options={"include_usage": True})
+    chunks = [chunk for event in events for chunk in payloads(stream.chunks(event))]
+    assert chunks.pop() == "[DONE]"
+    last = chunks.pop()
+    assert (last["choices"], last["usage"]) == ([], document["usage"])
+    assert all(chunk["usage"] is None for chunk in chunks)
+    shown = [(c["choices"][0]["index"], c["choices"][0]["delta"], c["choices"][0]["finish_reason"]) for c in chunks]
+    role = {"role": "assistant", "content": "", "refusal": None}
+    assert shown == [
+        (0, role, None), (1, role, None), (1, {"content": "B"}, None), (0, {"content": "a"}, None),
+        (1, {}, "length"), (0, {}, "stop"),
+    ]  # fmt: skip
+
+
+def test_no_usage_unless_asked():
+    stream = answer_to(ChatAnswer, ChatBody)
+    *chunks, done = payloads(stream.chunks(step([Delta(0, "a", 1)], [Finish(0, "stop", 1, 1)])))
+    assert done == "[DONE]"
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_failures():
+    failed = Failure("r", "Overloaded", "full", None, "queue_full", 1.0)
+    right = {"error": {"message": "full", "type": "rate_limit_error", "param": None, "code": "queue_full"}}
+    whole = answer_to(ChatAnswer, ChatBody)
+    assert json.loads(whole.document(failed)) == right
+    assert whole.error.status == 429
+    assert payloads(answer_to(CompletionAnswer, CompletionBody).chunks(failed)) == [right]
+    broken = step([], [Finish(0, "error", 1, 0, "not finite")])
+    *_, last = payloads(answer_to(ChatAnswer, ChatBody).chunks(broken))
+    assert "not finite" in last["error"]["message"], "and no [DONE] after it"
+    (event,) = payloads(answer_to(ResponseAnswer, ResponseBody).chunks(failed))
+    assert (event["type"], event["error"]) == ("error", right["error"])
+
+
+def test_one_choice_that_fails_fails_the_answer_once_and_at_the_end():
+    events = [step([], [Finish(1, "error", 1, 0, "not finite")]), step([Delta(0, "a", 1)]), step([], [Finish(0, "stop", 1, 1)])]
+    whole, stream = (answer_to(ChatAnswer, ChatBody, n=2, stream_options={"include_usage": True}) for _ in range(2))
+    *nothing, last = [whole.document(event) for event in events]
+    assert nothing == [None, None]
+    assert "choice 1: not finite" in json.loads(last)["error"]["message"]
+    chunks = [chunk for event in events for chunk in payloads(stream.chunks(event))]
+    assert [list(chunk) for chunk in chunks if "error" in chunk] == [["error"]]
+    assert "error" in chunks[-1]
+    assert all(chunk["choices"] for chunk in chunks[:-1]), "no usage of what failed"
+
+
+def test_tokens_of_a_chat_are_its_text_and_a_stop_id_is_none_of_it():
+    tokens = [TokenLogprob(97, -0.5, [(97, -0.5), (255, -1.0)]), TokenLogprob(98, -1.0, []), TokenLogprob(99, -2.0, [])]
+    answer = answer_to(ChatAnswer, ChatBody, logprobs=True, top_logprobs=2, stop_token_ids=[99])
+    document = json.loads(answer.document(step([Delta(0, "ab", 3, tokens)], [Finish(0, "stop", 1, 3)])))
+    content = document["choices"][0]["logprobs"]["content"]
+    assert [token["token"] for token in content] == ["a", "b"]
+    assert content[0]["top_logprobs"][1] == {"token": "bytes:\\xff", "logprob": -1.0, "bytes": [255]}
+
+
+def test_the_older_form_of_logprobs():
+    prompt = [TokenLogprob(98, -1.5, [(98, -1.5)])]
+    sampled = [
+        TokenLogprob(0xC3, -0.1, [(5, -0.05)]),
+        TokenLogprob(0xA9, -0.2, [(0xA9, -0.2)]),
+        TokenLogprob(0, -0.3, [(0, -0.3)]),
+    ]
+    events = [step([], [], [PromptScore(0, prompt)]), step([Delta(0, "é", 3, sampled)], [Finish(0, "stop", 2, 3)])]
+    whole = answer_to(CompletionAnswer, CompletionBody, echo=True, logprobs=1)
+    choice = json.loads([whole.document(event) for event in events][-1])["choices"][0]
+    assert choice["text"] == "abé"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "bytes:\\xc3", "bytes:\\xa9", "<|endoftext|>"],
+        "token_logprobs": [None, -1.5, -0.1, -0.2, -0.3],
+        "top_logprobs": [
+            None,
+            {"b": -1.5},
+            {"\x05": -0.05, "bytes:\\xc3": -0.1},
+            {"bytes:\\xa9": -0.2},
+            {"<|endoftext|>": -0.3},
+        ],
+        "text_offset": [0, 1, 2, 2, 3],
+    }
+    stream = answer_to(CompletionAnswer, CompletionBody, echo=True, logprobs=1)
+    *chunks, _ = [chunk for event in events for chunk in payloads(stream.chunks(event))]
+    joined = {
+        key: [value for c in chunks for value in (c["choices"][0]["logprobs"] or {key: []})[key]] for key in choice["logprobs"]
+    }
+    assert joined == choice["logprobs"]
+    assert "".join(c["choices"][0]["text"] for c in chunks) == "abé"
+
+
+def test_thoughts_and_their_tokens():
+    fields = {"enable_think": True}
+    answer = answer_to(ChatAnswer, ChatBody, **fields)
+    deltas = [Delta(0, ">\nHm", 2), Delta(0, ".\n</thi", 2), Delta(0, "nk>\n\nYes", 2), Delta(0, "!", 1)]
+    document = json.loads(answer.document(step(deltas, [Finish(0, "stop", 1, 7)])))
+    message = document["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes!")
+    assert document["usage"]["completion_tokens_details"] == {"reasoning_tokens": 6}
+    raw = answer_to(ChatAnswer, ChatBody, separate_reasoning=False, **fields)
+    message = json.loads(raw.document(step(deltas, [Finish(0, "stop", 1, 7)])))["choices"][0]["message"]
+    assert message["content"] == "<think>\nHm.\n</think>\n\nYes!"
+    assert "reasoning_content" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "begun", "right"),
+    [
+        (">\nHm.\n</think>\n\nYes", "", ("Hm.", "Yes")),
+        ("> a < b </think> c </think> d", "", ("a < b", "c </think> d")),
+        (">\nnever ends \n</thin", "", ("never ends \n</thin", "")),
+        (">\n\n</think>\nYes ", "", ("", "Yes ")),
+        ("，好。</think>Yes", "嗯", ("嗯，好。", "Yes")),
+        ("", "嗯", ("嗯", "")),
+        ("", "", ("", "")),
+        (">", "", ("", "")),
+    ],
+)
+def test_a_thought_is_told_from_the_answer_wherever_it_is_cut(text, begun, right):
+    for cuts in itertools.combinations_with_replacement(range(len(text) + 1), 2):
+        thought = Thought(begun)
+        parts = [thought.feed(text[start:end]) for start, end in itertools.pairwise((0, *cuts, len(text)))]
+        told = "".join(part[0] for part in parts) + thought.finish(), "".join(part[1] for part in parts)
+        assert told == right, cuts
+
+
+# --- keys ---
+
+
+def test_keys_and_the_password():
+    digest = "sha256:81b637d8fcd2c6da6359e6963113a1170de795e4b725b84d1e0b4cfd9ec58ce9"  # of "bob"
+    secrets = Secrets("owner", read_api_keys(f"alice=a=1,bob={digest}", None))
+    assert [secrets.caller([given]) for given in ("owner", "a=1", "bob")] == ["", "alice", "bob"]
+    assert secrets.caller(["bob", "bob"]) == "bob"
+    for wrong in ([], [""], ["x"], ["bob", "a=1"], ["bob", None], [digest], ["alice"], [5], ["\udcff"]):
+        with pytest.raises(Unauthorized):
+            secrets.caller(wrong)
+    assert not Secrets(None, None)
+
+
+@pytest.mark.parametrize(
+    "keys", ["alice", "=k", "alice=", "a b=k", "alice=k,alice=l", "alice=sha256:12", "ä=k", "alice=sha256:" + "A" * 64]
+)
+def test_keys_that_are_refused(keys):
+    with pytest.raises(UsageError) as error:
+        read_api_keys(keys, None)
+    assert "sha256:12" not in error.value.message
+
+
+def test_a_file_of_keys(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# callers\nalice one\n\nbob  two\n")
+    file.chmod(0o600)
+    resolved = Config(api_key_file=str(file), api_keys="carol=three").resolved()
+    assert (resolved.host, resolved.api_key_file) == ("0.0.0.0", None)
+    assert "one" not in resolved.api_keys
+    assert Secrets(None, resolved.api_keys).caller(["two"]) == "bob"
+    file.chmod(0o644)
+    with pytest.raises(UsageError, match="chmod 600"):
+        Config(api_key_file=str(file)).resolved()
+    file.chmod(0o600)
+    file.write_text("alice one two\n")
+    with pytest.raises(UsageError, match="line 1"):
+        Config(api_key_file=str(file)).resolved()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent / "live"))
+    import openai_checks
+
+    sys.exit(openai_checks.main(openai_checks.ADAPTER))

@@ -1,0 +1,248 @@
+"""Shared prefixes are computed once, and the text is what it is without."""
+
+import random
+import time
+
+import pytest
+from models import TINY
+from test_worker import GREEDY, Harness
+
+from rwkv_batch.prefix_cache import BLOCK, TAIL, PrefixCache
+from rwkv_batch.request import Request, Sequence
+from rwkv_batch.scheduler import Scheduler
+from rwkv_batch.sessions import Session
+from sampling.params import SamplingParams
+
+
+class State:
+    """What the cache sees of one."""
+
+    num_bytes = 100
+
+
+def harness_with(cache, **fields):
+    """A worker with a cache; None = without."""
+    harness = Harness(**fields)
+    harness.scheduler.prefixes = cache
+    return harness
+
+
+def tokens_fed(harness):
+    return harness.worker.stats()["prompt_tokens_total"]
+
+
+def prompt_of(rng, length):
+    return [rng.randrange(1, 256) for _ in range(length)]
+
+
+@pytest.mark.parametrize("loop", ["sync", "continuous"])
+@pytest.mark.parametrize("budget", [64, pytest.param(256, marks=pytest.mark.long)])
+def test_identical_prompts_are_fed_once(loop, budget):
+    prompt = prompt_of(random.Random(0), 700)
+    plain = harness_with(None, slots=16, budget=budget)
+    plain.submit("r", [prompt], max_tokens=8)
+    plain.run()
+    harness = harness_with(PrefixCache(2**30), slots=16, budget=budget)
+    harness.submit("a", [prompt] * 10, max_tokens=8, loop=loop)
+    harness.submit("b", [prompt] * 10, max_tokens=8, loop=loop)
+    harness.run()
+    assert set(harness.texts["a"].values()) | set(harness.texts["b"].values()) == {plain.texts["r"][0]}
+    assert tokens_fed(harness) <= 700 + 19 * (BLOCK + TAIL)
+    assert [harness.finishes["a"][i].cached_tokens for i in (0, 9)] == [0, 672]
+    stats = harness.worker.stats()
+    assert (stats["prefix_queries_total"], stats["prefix_hits_total"]) == (20, 19)
+    harness.submit("later", [prompt], max_tokens=8)
+    harness.run()
+    assert harness.finishes["later"][0].cached_tokens == 672
+    assert harness.texts["later"][0] == plain.texts["r"][0]
+
+
+def test_prompts_that_begin_alike_share_what_they_share():
+    rng = random.Random(1)
+    common = prompt_of(rng, 500)
+    prompts = [common + prompt_of(rng, 50) for _ in range(6)]
+    harness = harness_with(PrefixCache(2**30), slots=8)
+    harness.submit("first", [prompts[0]], max_tokens=3)
+    harness.run()
+    harness.submit("second", [prompts[1]], max_tokens=3)  # here it is seen that prompts part behind 480 tokens
+    harness.run()
+    harness.submit("rest", prompts[2:], max_tokens=3)
+    harness.run()
+    assert harness.finishes["first"][0].cached_tokens == 0
+    assert harness.finishes["second"][0].cached_tokens == 0
+    assert [harness.finishes["rest"][i].cached_tokens for i in range(4)] == [480] * 4
+
+
+def test_a_growing_chat_is_fed_once():
+    """The end of a long prompt is kept, so that the next turn of a chat that comes whole starts there."""
+    rng = random.Random(2)
+    harness = harness_with(PrefixCache(2**30, every_tokens=64))
+    prompt, fed = [], 0
+    for turn in range(6):
+        prompt = prompt + prompt_of(rng, 200)
+        harness.submit(f"{turn}", [prompt], max_tokens=2)
+        harness.run()
+        fed = max(fed, len(prompt) - harness.finishes[f"{turn}"][0].cached_tokens)
+    assert fed <= 200 + BLOCK + TAIL
+
+
+def test_who_asks_not_to_and_other_namespaces_share_nothing():
+    prompt = prompt_of(random.Random(3), 400)
+    harness = harness_with(PrefixCache(2**30))
+    harness.submit("a", [prompt] * 2, max_tokens=2, namespace="a")
+    harness.run()
+    assert harness.finishes["a"][1].cached_tokens > 0
+    harness.submit("b", [prompt], max_tokens=2, namespace="b")
+    harness.submit("c", [prompt], max_tokens=2, namespace="a", cache=False)
+    harness.submit("d", [prompt], max_tokens=2, namespace="a")
+    harness.run()
+    assert [harness.finishes[name][0].cached_tokens for name in "bcd"] == [0, 0, 384]
+
+
+def test_the_first_turn_of_a_session_uses_the_cache_and_the_others_do_not():
+    prompt = prompt_of(random.Random(4), 300)
+    harness = harness_with(PrefixCache(2**30))
+    harness.submit("plain", [prompt] * 2, max_tokens=2)
+    harness.run()
+    for turn in (1, 2):
+        harness.submit(f"{turn}", [prompt], max_tokens=2, session=Session(name="s", separate=False))
+        harness.run()
+    assert harness.finishes["1"][0].cached_tokens == 256
+    assert harness.finishes["2"][0].cached_tokens == 0
+    assert harness.sessions.states["s"].elapsed == 604
+
+
+def test_a_cancelled_leader_is_replaced():
+    prompt = prompt_of(random.Random(5), 2000)
+    harness = harness_with(PrefixCache(2**30), slots=8, budget=64)
+    harness.submit("leader", [prompt], max_tokens=3)
+    for _ in range(4):
+        harness.worker.turn()
+    harness.submit("a", [prompt] * 3, max_tokens=3)
+    harness.submit("b", [prompt] * 3, max_tokens=3)
+    harness.worker.turn()
+    harness.worker.cancel("leader")
+    for _ in range(4):
+        harness.worker.turn()
+    harness.worker.cancel("a")
+    harness.run()
+    assert len(set(harness.texts["b"].values())) == 1
+    assert [harness.finishes["b"][i].cached_tokens > 0 for i in range(3)] == [False, True, True]
+    assert harness.scheduler.num_free == 8
+    assert not harness.scheduler.prefixes._ways
+
+
+def test_a_poisoned_row_leaves_no_state_behind():
+    prompt = prompt_of(random.Random(6), 600)
+    expected = harness_with(None, slots=2)
+    expected.submit("r", [prompt], max_tokens=4)
+    expected.run()
+    harness = harness_with(PrefixCache(2**30), slots=4, budget=64)
+    harness.submit("sick", [prompt] * 2, max_tokens=4)
+    for _ in range(4):
+        harness.worker.turn()
+    harness.engine.state.wkv[:, 0] = float("nan")
+    harness.run()
+    assert {harness.finishes["sick"][i].reason for i in range(2)} == {"error"}
+    harness.submit("next", [prompt] * 2, max_tokens=4)
+    harness.run()
+    assert set(harness.texts["next"].values()) == {expected.texts["r"][0]}
+
+
+def test_memory_is_bounded_and_the_least_used_goes_first():
+    cache = PrefixCache(350, min_tokens=32)
+    prompts = [[i + 1] * 100 for i in range(5)]
+
+    def run(prompt):
+        scheduler = Scheduler(num_slots=2, prefill_budget=1000, mixed=True, prefixes=cache)
+        sequences = scheduler.add(Request(id="r", prompts=[prompt, prompt], sampling=SamplingParams(), max_tokens=1))
+        while plan := scheduler.next_plan():
+            for row in plan.rows:
+                scheduler.resume(cache.fed(row.sequence, State))
+        for sequence in sequences:
+            scheduler.finish(sequence)
+        return sequences[0].cached
+
+    assert [run(prompt) for prompt in prompts[:3]] == [0, 0, 0]
+    assert cache.num_bytes == 300
+    assert run(prompts[0]) == 64
+    assert run(prompts[3]) == 0
+    assert [run(prompts[i]) for i in (0, 2, 3)] == [64, 64, 64]
+    assert run(prompts[1]) == 0
+    assert cache.num_bytes == 300
+    assert not cache._ways
+
+
+def test_nodes_are_bounded(monkeypatch):
+    monkeypatch.setattr("rwkv_batch.prefix_cache.MAX_NODES", 50)
+    cache, rng = PrefixCache(10_000, min_tokens=32), random.Random(7)
+    for number in range(200):
+        prompt = prompt_of(rng, 200) if number % 3 else [1] * 64 + prompt_of(rng, 100)
+        sequence = Sequence(Request(id="r", prompts=[prompt], sampling=SamplingParams(), max_tokens=1), 0)
+        sequence.slot = 0
+        assert cache.start(sequence)
+        for end in [*sequence.cuts, len(prompt)]:
+            sequence.num_fed = end
+            cache.fed(sequence, State)
+        cache.end(sequence)
+        assert len(cache._nodes) <= 50
+        assert cache.num_bytes == 100 * len(cache._states) <= 10_000
+        assert all(node in cache._nodes for node in cache._states)
+    count, stack = 0, list(cache._roots.values())
+    while stack:
+        stack += stack.pop().children.values()
+        count += 1
+    assert count == 1 + len(cache._nodes)
+
+
+def check_families(seed: int, num_families: int) -> tuple[int, int]:
+    """Random families of prompts, joined at random times: every text is what it is without a cache."""
+    rng = random.Random(seed)
+    fields = {"slots": 12, "budget": rng.choice((64, 256)), "shape": TINY}
+    plain, cached = harness_with(None, **fields), harness_with(PrefixCache(2**24, min_tokens=64, every_tokens=128), **fields)
+    for family in range(num_families):
+        trunk = prompt_of(rng, rng.randrange(20, 400))
+        prompts = []
+        for _ in range(rng.randrange(1, 7)):
+            cut = rng.randrange(len(trunk) + 1) if rng.random() < 0.4 else len(trunk)
+            prompts.append((trunk[:cut] + prompt_of(rng, rng.randrange(0, 60))) or [1])
+        loop, turns = rng.choice(("sync", "continuous")), rng.randrange(4)
+        for harness in (plain, cached):
+            harness.submit(f"{family}", prompts, max_tokens=8, loop=loop, sampling=GREEDY)
+            for _ in range(turns):
+                harness.worker.turn()
+    plain.run()
+    cached.run()
+    for name, texts in plain.texts.items():
+        assert cached.texts[name] == texts, (seed, name)
+    assert cached.scheduler.num_free == 12
+    assert not cached.scheduler.prefixes._ways
+    return tokens_fed(plain), tokens_fed(cached)
+
+
+def test_random_families_have_the_same_text():
+    before, after = check_families(0, 6)
+    assert after < before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_500_random_families_have_the_same_text(seed):
+    check_families(seed, 50)
+
+
+@pytest.mark.long
+def test_64_requests_over_a_shared_prefix_have_their_first_token_ten_times_sooner():
+    rng = random.Random(8)
+    common = prompt_of(rng, 2000)
+    prompts = [common + prompt_of(rng, 20) for _ in range(64)]
+    seconds = {}
+    for name, cache in (("without", None), ("with", PrefixCache(2**30))):
+        harness = harness_with(cache, slots=64)
+        began = time.perf_counter()
+        for index, prompt in enumerate(prompts):
+            harness.submit(f"{index}", [prompt], max_tokens=1)
+        harness.run()
+        seconds[name] = time.perf_counter() - began
+        print(f"{name}: last first token after {seconds[name]:.2f} s, {tokens_fed(harness)} tokens fed")
+    assert seconds["without"] >= 10 * seconds["with"]

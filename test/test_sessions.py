@@ -1,0 +1,252 @@
+"""Sessions with a real tiny model: turns equal one row over the joined text, on every level and after a restart."""
+
+import queue
+import random
+import threading
+import time
+
+import pytest
+import torch
+from models import TINY, random_weights
+from test_model import greedy
+from test_worker import GREEDY, STOPS, Harness, alone, visible_ids
+
+from rwkv_batch.errors import InvalidRequest
+from rwkv_batch.request import Request
+from rwkv_batch.session_db import SessionDatabase
+from rwkv_batch.sessions import Delete, Session, Status
+from rwkv_batch.state import Snapshot, State
+from rwkv_batch.state_file import StateFile
+from sampling.params import SamplingParams
+from state_pool import StatePool
+
+
+class SessionHarness(Harness):
+    """A worker turned by hand whose sessions are in a real pool."""
+
+    def __init__(self, path, *, vocab=65536, pool=None, **fields):
+        super().__init__(vocab=vocab, **fields)
+        weights = random_weights(TINY, vocab)
+        file = StateFile(weights.fingerprint, weights.shape)
+        self.sessions = StatePool(SessionDatabase(path), file, torch.device("cpu"), **(pool or {}))
+        self.worker.sessions = self.sessions
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.sessions.close()
+
+    def run(self, limit=100_000):
+        worker, until = self.worker, time.monotonic() + 30
+        while worker._ongoing or worker._step or worker._leasing or worker._inbox._queue.qsize():
+            assert time.monotonic() < until
+            worker.turn()
+
+    def turn(self, name, prompt, *, id=None, **fields):
+        """Run one turn of a session and return (text, Finish)."""
+        id = id or f"{name}-{len(self.finishes)}"
+        session = {k: fields.pop(k) for k in ("key", "node", "expect_version", "separate", "keep") if k in fields}
+        self.submit(id, [prompt], session=Session(name=name, **session), **fields)
+        self.run()
+        return (self.texts[id][0], self.finishes[id][0]) if id in self.finishes else self.failures[id]
+
+    def kept(self, name):
+        """The state of a session."""
+        request = Request(id=name, prompts=[[1]], sampling=GREEDY, max_tokens=1, session=Session(name=name, keep=False))
+        found = queue.SimpleQueue()
+        self.sessions.lease(request, found.put)
+        return found.get(timeout=10).initial()
+
+    def order(self, action):
+        """What comes of an order."""
+        found = queue.SimpleQueue()
+        self.sessions.manage(action, found.put)
+        return found.get(timeout=10)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "sessions.db"
+
+
+TURNS = [*((256, 1, ends_by) for ends_by in STOPS), (65536, 1, "stop inside a token")]
+MORE_TURNS = [pytest.param(65536, 10, ends_by, marks=pytest.mark.long) for ends_by in STOPS]
+
+
+@pytest.mark.parametrize(("vocab", "num_cases", "ends_by"), [*TURNS, *MORE_TURNS])
+def test_two_turns_equal_one_with_the_joined_text(path, vocab, num_cases, ends_by):
+    """Contract 9, line 19. The second turn begins behind exactly one blank line, whatever newlines both texts have."""
+    rng = random.Random(f"{vocab}{ends_by}")
+    with SessionHarness(path, vocab=vocab) as harness:
+        tokenizer, model = harness.tokenizer, harness.engine.model
+        for case in range(num_cases):
+            first = tokenizer.encode("User: " + "".join(rng.choice("abc de\n") for _ in range(rng.randrange(1, 60))) + "\n\nA:")
+            count = rng.randrange(2, 40)
+            ids, _ = greedy(model, first, count)
+            data = b"".join(tokenizer.token_bytes[i] for i in ids)
+            fields = {"max_tokens": count}
+            if ends_by == "stop id":
+                fields["stop_ids"] = [ids[-1]]
+            elif ends_by == "stop text":
+                fields["stop_texts"] = [data[-min(len(data), 9) :]]
+            elif ends_by == "stop inside a token":
+                at = rng.randrange(len(data))
+                fields["stop_texts"] = [data[at : at + 1]]
+            elif ends_by == "end token":
+                fields["sampling"] = SamplingParams(temperature=0, alpha_presence=0, alpha_frequency=0)
+            lead = rng.choice(("", "\n", "\n\n"))
+            text, finish = harness.turn(f"s{case}", first, **fields)
+            assert finish.session.version == 1
+            joined = first + visible_ids(tokenizer, ids, fields)
+            assert finish.session.tokens == len(joined)
+            ends = tokenizer.decode_bytes(joined)
+            newlines = min(2, len(ends) - len(ends.rstrip(b"\n")))
+            again = tokenizer.encode("User: go on" + "\n\nAssistant:")
+            expected = alone(joined + tokenizer.encode("\n" * (2 - newlines)) + again, max_tokens=12, vocab=vocab)
+            text, finish = harness.turn(f"s{case}", tokenizer.encode(lead) + again, max_tokens=12)
+            assert text == expected
+            assert finish.session.version == 2
+
+
+@pytest.mark.parametrize("level", ["l1", "l2", "db", "restart"])
+def test_the_level_is_invisible(path, level):
+    limits = {"l1": (8, 8), "l2": (1, 8), "db": (1, 0), "restart": (8, 8)}[level]
+    options = {"l1_sessions": limits[0], "l2_sessions": limits[1]}
+    with SessionHarness(path, vocab=256, pool=options) as harness:
+        first, second = list(b"User: one\n\nA:"), list(b"User: two\n\nA:")
+        harness.turn("same", first, max_tokens=20)
+        expected, _ = harness.turn("same", second, max_tokens=20)
+        harness.turn("s", first, max_tokens=20)
+        state = harness.kept("s")
+        for other in range(3):
+            harness.turn(f"other{other}", first, max_tokens=3)
+        if level == "restart":
+            harness.sessions.close()
+            harness = SessionHarness(path, vocab=256)
+        assert harness.order(Status(name="s")).sessions[0].tier == {"restart": "db"}.get(level, level)
+        found = harness.kept("s")
+        assert torch.equal(found.wkv, state.wkv)
+        assert torch.equal(found.shift, state.shift)
+        assert harness.turn("s", second, max_tokens=20, id="again")[0] == expected
+        harness.sessions.close()
+
+
+def test_a_turn_ends_only_when_it_is_on_disk_and_holds_up_nobody(path, monkeypatch):
+    with SessionHarness(path, vocab=256) as harness:
+        go = threading.Event()
+        write = harness.sessions._database.write
+        monkeypatch.setattr(harness.sessions._database, "write", lambda turns: (go.wait(10), write(turns)))
+        harness.submit("turn", [[1, 2, 3]], session=Session(name="s"), max_tokens=4)
+        harness.submit("other", [[1, 2, 3]], max_tokens=40)
+        while "other" not in harness.finishes or 0 not in harness.finishes["other"]:
+            harness.worker.turn()
+        assert harness.texts["turn"][0]  # the text is there, the end is not
+        assert not harness.finishes["turn"]
+        assert harness.scheduler.num_free == 8
+        go.set()
+        harness.run()
+        assert harness.finishes["turn"][0].session.durable
+
+
+def test_a_cancelled_turn_leaves_the_session_and_lets_the_next_one_in(path):
+    with SessionHarness(path, vocab=256) as harness:
+        harness.turn("s", [1, 2, 3], max_tokens=5)
+        before = harness.kept("s")
+        harness.submit("long", [[4, 5]], session=Session(name="s"), max_tokens=500)
+        harness.submit("next", [[6, 7]], session=Session(name="s"), max_tokens=3)
+        harness.submit("gone", [[6, 7]], session=Session(name="s"), max_tokens=3)
+        for _ in range(5):
+            harness.worker.turn()
+        harness.worker.cancel("gone")
+        harness.worker.cancel("long")
+        harness.run()
+        assert harness.finishes["next"][0].session.version == 2
+        assert not harness.finishes["long"]
+        assert not harness.finishes["gone"]
+        assert harness.worker.stats()["requests_waiting"] == 0
+        assert not torch.equal(harness.kept("s").wkv, before.wkv)
+
+
+def test_a_poisoned_turn_is_not_kept(path):
+    with SessionHarness(path, vocab=256) as harness:
+        harness.turn("s", [1, 2, 3], max_tokens=5)
+        before = harness.kept("s")
+        harness.submit("sick", [[4, 5]], session=Session(name="s"), max_tokens=50)
+        while not harness.worker._rows:
+            harness.worker.turn()
+        for _ in range(3):
+            harness.worker.turn()
+        harness.engine.state.wkv[:, next(iter(harness.worker._rows)).slot] = float("nan")
+        harness.run()
+        assert harness.finishes["sick"][0].reason == "error"
+        assert harness.finishes["sick"][0].session is None
+        assert torch.equal(harness.kept("s").wkv, before.wkv)
+
+
+def test_delete_ends_the_turn_in_progress(path):
+    with SessionHarness(path, vocab=256) as harness:
+        harness.turn("s", [1, 2, 3], max_tokens=5)
+        harness.submit("turn", [[4, 5]], session=Session(name="s"), max_tokens=100_000)
+        while not harness.worker._rows:
+            harness.worker.turn()
+        assert harness.order(Delete(name="s")).found
+        harness.run()
+        assert harness.failures["turn"].code == "session_deleted"
+        assert harness.scheduler.num_free == 8
+
+
+def test_idempotency_key(path):
+    with SessionHarness(path, vocab=256) as harness:
+        text, finish = harness.turn("s", [1, 2, 3], max_tokens=9, key="k", chunk_size=1)
+        again, replayed = harness.turn("s", [1, 2, 3], max_tokens=9, key="k", chunk_size=0)
+        assert (again, replayed.completion_tokens, replayed.session.version) == (text, 9, 1)
+        assert (finish.session.replayed, replayed.session.replayed) == (False, True)
+        assert harness.turn("s", [1, 2, 4], max_tokens=9, key="k").code == "idempotency_key_reused"
+        assert harness.turn("s", [1, 2, 3], max_tokens=9)[1].session.version == 2
+
+
+def test_many_rows_from_one_session(path):
+    with SessionHarness(path, vocab=256, slots=8) as harness:
+        harness.turn("s", [1, 2, 3], max_tokens=9)
+        state = harness.kept("s")
+        fields = {"session": Session(name="s", keep=False), "max_tokens": 10}
+        harness.submit("rows", [[5, 6]] * 8, sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0), **fields)
+        harness.run()
+        assert len(harness.finishes["rows"]) == 8
+        assert len(set(harness.texts["rows"].values())) > 4
+        assert torch.equal(harness.kept("s").wkv, state.wkv)
+        with pytest.raises(InvalidRequest):
+            harness.submit("more", [[1], [2]], session=Session(name="s"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_one_state_in_many_slots(dtype):
+    shape = random_weights(TINY, 256).shape
+    many, each = (State(shape, 6, shift_dtype=dtype, wkv_dtype=dtype) for _ in range(2))
+    snapshot = Snapshot(torch.randn_like(many.shift[:, :, 0]).float(), torch.randn_like(many.wkv[:, 0]).float(), 9)
+    many.put_many([4, 0, 2], snapshot)
+    for slot in (4, 0, 2):
+        each.put(slot, snapshot)
+    assert torch.equal(many.wkv, each.wkv)
+    assert torch.equal(many.shift, each.shift)
+    assert many.elapsed == each.elapsed == [9, 0, 9, 0, 9, 0]
+
+
+def test_nodes(path):
+    with SessionHarness(path, vocab=256) as harness:
+        assert harness.turn("d", [1, 2], node=0, max_tokens=5)[1].session.node == 1
+        text2, finish = harness.turn("d", [3, 4], node=1, max_tokens=5)
+        assert finish.session.node == 2
+        text3, finish = harness.turn("d", [3, 4], node=1, max_tokens=5)
+        assert (finish.session.node, text3) == (3, text2)  # both continue from 1
+        assert harness.turn("d", [3, 4], node=9, max_tokens=5).code == "node_not_found"
+
+
+def test_a_turn_without_tokens_feeds_its_prompt(path):
+    with SessionHarness(path, vocab=256) as harness:
+        text, finish = harness.turn("s", [1, 2, 3], max_tokens=0)
+        assert (text, finish.session.tokens) == ("", 3)
+        harness.turn("t", [1, 2, 3, 4, 5], max_tokens=0)
+        harness.turn("s", [4, 5], max_tokens=0, separate=False)
+        assert (harness.kept("s").wkv - harness.kept("t").wkv).abs().max() < 1e-5

@@ -1,0 +1,255 @@
+"""The bodies, orders and answers of the session routes, without a server."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import quiet_robyn  # noqa: F401
+
+from routes import state
+from routes.reply import Call, Plain
+from routes.schemas import validate
+from rwkv_batch.config import Config
+from rwkv_batch.errors import InvalidRequest
+from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
+from rwkv_batch.sessions import Delete, Deleted, Entry, Export, Fork, Import, Kept, Page, Rewind, Session, Status
+
+KEPT = Kept("s:3", 1, 3, 17, True)
+
+
+def request_of(kind=state.StateBody, **body) -> Request:
+    """The request of a body, tokens being bytes."""
+    return validate(kind, body).to_request("id", Config(), lambda text: list(text.encode()))
+
+
+def test_the_session_of_a_turn():
+    assert request_of(contents=["a"]).session is None
+    assert request_of(contents="a", session_id=None).session is None
+    assert request_of(contents="a", session_id="").session is None
+    assert request_of(contents="a", session_id="会话 1").session == Session(name="会话 1")
+    full = request_of(contents="a", session_id="s", expect_version="2", idempotency_key="k")
+    assert full.session == Session(name="s", expect_version=2, key="k")
+    assert request_of(contents="\n\na", session_id="s").prompts == [[10, 10, 97]], "the engine makes the border"
+    assert not request_of(contents="a", session_id="s", use_prefix_cache=False).cache
+
+
+def test_rows_that_only_start_from_a_session():
+    request = request_of(contents=["a", "b"], session_id="s", keep=False)
+    assert request.session == Session(name="s", keep=False)
+    assert len(request.prompts) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"contents": ["a", "b"], "session_id": "s"}, "Server Error: Requst must be single prompt !"),
+        ({"contents": ["a", "b"]}, "Server Error: Requst must be single prompt !"),
+        ({"contents": ["a", "b"], "keep": False}, "Server Error: Requst must be single prompt !"),
+        ({"contents": [], "session_id": "s"}, "Empty prompts list"),
+        ({"contents": "a", "session_id": "é" * 129}, "session_id: at most 256 bytes"),
+        ({"contents": "a", "session_id": 5}, "session_id"),
+        ({"contents": "a", "expect_version": 1}, "expect_version: needs a session_id"),
+        ({"contents": "a", "idempotency_key": "k"}, "idempotency_key: needs a session_id"),
+        ({"contents": "a", "session_id": "s", "expect_version": -1}, "expect_version"),
+        ({"contents": "a", "session_id": "s", "idempotency_key": "k" * 256}, "idempotency_key"),
+    ],
+)
+def test_turns_that_are_refused(body, words):
+    """Contract 1.9, decision (i)."""
+    with pytest.raises(InvalidRequest, match=r"\A(invalid request: )?" + words):
+        request_of(**body)
+    assert request_of(contents="a", session_id="é" * 128).session.name == "é" * 128
+
+
+def test_the_node_of_a_dialogue():
+    request = request_of(state.DialogueBody, contents="a", session_id="s", dialogue_idx=None)
+    assert request.session == Session(name="s", node=0)
+    assert request_of(state.DialogueBody, contents="a", session_id="s", dialogue_idx="7").session.node == 7
+    for contents in ([], ["a", "b"]):
+        with pytest.raises(InvalidRequest, match=r"\AServer Error: Request must be single prompt!\Z"):
+            request_of(state.DialogueBody, contents=contents, session_id="s", dialogue_idx=0)
+    with pytest.raises(InvalidRequest, match="dialogue_idx"):
+        request_of(state.DialogueBody, contents="a", session_id="s", dialogue_idx=-1)
+
+
+# --- answers ---
+
+
+def steps(kept: Kept | None, reason: str = "stop") -> list[Progress]:
+    finish = Finish(0, reason, 3, 2, None if reason == "stop" else "broken", cached_tokens=0, session=kept)
+    return [Progress("r", [Delta(0, "a", 1)], []), Progress("r", [Delta(0, "b", 1)], [finish])]
+
+
+def events_of(chunks, kept: Kept | None, reason: str = "stop") -> list:
+    data = b"".join(filter(None, map(chunks.feed, steps(kept, reason)))).decode()
+    assert data.endswith("\n\n")
+    return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in data.split("\n\n")[:-1]]
+
+
+def test_the_new_node_comes_directly_before_the_end():
+    """Contract 9, line 9."""
+    *_, last, node, done = events_of(state.DialogueChunks(1, 8), KEPT)
+    assert last["usage"]["completion_tokens"] == 2
+    assert last["session"] == {"id": "s:3", "version": 1, "tokens": 17, "durable": True}
+    assert node == {"object": "multi_state.dialogue_idx", "session_id": "s:3", "dialogue_idx": 3}
+    assert done == "[DONE]"
+
+
+def test_a_turn_of_one_session_has_no_such_event():
+    *_, last, done = events_of(state.TurnChunks(1, 8), Kept("s", 4, None, 17, False, replayed=True))
+    assert last["session"] == {"id": "s", "version": 4, "tokens": 17, "durable": False, "replayed": True}
+    assert done == "[DONE]"
+    assert "session" not in events_of(state.TurnChunks(1, 8), None)[-2]
+
+
+def test_a_row_that_failed_made_no_node():
+    events = events_of(state.DialogueChunks(1, 8), None, "error")
+    assert "[DONE]" not in events
+    assert list(events[-1]) == ["error"]
+    assert not any(event.get("object") == "multi_state.dialogue_idx" for event in events)
+
+
+def test_a_turn_that_cannot_be_stored_ends_with_its_error():
+    chunks = state.DialogueChunks(1, 1)
+    chunks.feed(steps(KEPT)[0])
+    assert chunks.feed(Failure("r", "StorageFailed", "the disk is full")) == b'data: {"error": "the disk is full"}\n\n'
+
+
+def test_whole_answers():
+    document = state.DialogueDocument(state.DIALOGUE_ID, "m", 1)
+    found = [document.feed(step) for step in steps(KEPT)]
+    assert found[0] is None
+    answer = json.loads(found[1])
+    assert (answer["id"], answer["object"], answer["dialogue_idx"]) == ("rwkv7-multi-state", "chat.completion", 3)
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "ab"}
+    document = state.TurnDocument(state.NATIVE_ID, "m", 1)
+    answer = json.loads([document.feed(step) for step in steps(None)][1])
+    assert "session" not in answer, "without a session_id nothing was kept"
+
+
+# --- orders ---
+
+
+class FakeSite:
+    """Stands in for the process's Site: notes the order and gives the answer it was made with."""
+
+    def __init__(self, answer, folder: Path = Path()):
+        self.config = Config()
+        self.folder = folder
+        self.answer = answer
+        self.orders = []
+
+    async def manage(self, action):
+        self.orders.append(action)
+        if isinstance(action, Export):
+            Path(action.path).write_bytes(b"a state")
+        if isinstance(action, Import):
+            self.imported = Path(action.path).read_bytes()
+        return self.answer
+
+
+def order(route, answer, body: dict, folder: Path = Path(), file: bytes = b"") -> tuple[Plain, FakeSite]:
+    """Call a route; (its answer, the site with the order that was given)."""
+    site = FakeSite(answer, folder)
+    call = Call(site, "POST", "/", {}, body=body, file=file)
+    return asyncio.run(route(call)), site
+
+
+DISK = Entry("d", "db", 1700000000.5, 3, 99, 4096)
+PAGE = Page(sessions=[Entry("a", "l1", 5.0, 1, 7, 64), Entry("b", "l2", 6.0, 2, 8, 64), DISK], total=7, l1=1, l2=1, db=5)
+
+
+def test_status_has_the_form_of_the_reference():
+    """Contract 1.9, decision (k)."""
+    reply, site = order(state.status, PAGE, {})
+    assert site.orders == [Status()]
+    answer = json.loads(reply.body)
+    sessions = answer.pop("sessions")
+    assert answer == {
+        "status": "success", "total_sessions": 7, "l1_cache_count": 1, "l2_cache_count": 1, "database_count": 5,
+    }  # fmt: skip
+    assert [session["session_id"] for session in sessions] == ["a", "b", "d"]
+    assert [session["cache_level"] for session in sessions] == ["L1 (VRAM)", "L2 (RAM)", "Database (Disk)"]
+    assert sessions[0]["last_updated"] == "In Memory"
+    assert len(sessions[2]["last_updated"]) == len("2026-01-31 12:00:00")
+    assert sessions[2]["timestamp"] == 1700000000.5
+
+
+def test_status_in_pages():
+    reply, site = order(state.status, PAGE, {"limit": 3, "offset": "1"})
+    assert site.orders == [Status(offset=1, limit=3)]
+    assert json.loads(reply.body)["next_offset"] == 4
+    assert json.loads(order(state.status, PAGE, {"limit": 3, "offset": 4})[0].body)["next_offset"] is None
+    one = Page(sessions=[Entry("a", "l1", 5.0, 3, 7, 64, [3, 2])], total=7)
+    reply, site = order(state.status, one, {"session_id": "a"})
+    assert site.orders == [Status(name="a")]
+    assert json.loads(reply.body)["sessions"][0]["versions"] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("found", "prefix", "status", "answer"),
+    [
+        (True, False, 200, {"status": "success", "message": "Session x deleted successfully"}),
+        (False, False, 404, {"status": "not_found", "message": "Session x not found in database"}),
+        (False, True, 200, {"status": "success", "message": "Session x deleted successfully"}),
+    ],
+)
+def test_delete(found, prefix, status, answer):
+    """Contract 9, line 23."""
+    reply, site = order(state.delete, Deleted(found, int(found)), {"session_id": "x", "delete_prefix": prefix})
+    assert site.orders == [Delete(name="x", prefix=prefix)]
+    assert (reply.status, json.loads(reply.body)) == (status, answer)
+
+
+@pytest.mark.parametrize("route", [state.delete, state.fork, state.rewind, state.export, state.import_file])
+def test_an_order_names_its_session(route):
+    for body in ({}, {"session_id": None}, {"session_id": ""}):
+        with pytest.raises(InvalidRequest, match=r"\AMissing session_id parameter\Z"):
+            order(route, PAGE, body)
+    with pytest.raises(InvalidRequest, match="session_id: at most 256 bytes"):
+        order(route, PAGE, {"session_id": "s" * 257, "copies": "a"})
+
+
+def test_what_a_dialogue_needs():
+    for body, missing in (
+        ({"session_id": "s", "contents": ["a"]}, "dialogue_idx"),
+        ({"dialogue_idx": 0, "contents": ["a"]}, "session_id"),
+        ({"dialogue_idx": None, "session_id": "", "contents": ["a"]}, "session_id"),
+    ):
+        with pytest.raises(InvalidRequest, match=rf"\AMissing {missing} parameter\Z"):
+            order(state.dialogue, PAGE, body)
+
+
+def test_fork_and_rewind():
+    reply, site = order(state.fork, PAGE, {"session_id": "s", "copies": ["a", "b"], "version": 2})
+    assert site.orders == [Fork(name="s", copies=["a", "b"], version=2)]
+    assert json.loads(reply.body)["status"] == "success"
+    for copies in ([], ["a", "a"], [""], ["é" * 129], [1], ["x"] * 4097):
+        with pytest.raises(InvalidRequest, match="copies"):
+            order(state.fork, PAGE, {"session_id": "s", "copies": copies})
+    assert order(state.rewind, PAGE, {"session_id": "s"})[1].orders == [Rewind(name="s")]
+    with pytest.raises(InvalidRequest, match="version"):
+        order(state.rewind, PAGE, {"session_id": "s", "version": 0})
+
+
+@pytest.mark.parametrize("route", [state.status, state.delete, state.fork, state.rewind])
+def test_orders_of_an_api_key_stay_in_its_namespace(route):
+    site = FakeSite(Deleted(True, 1) if route is state.delete else PAGE)
+    site.config = Config(isolate=True)
+    for caller in ("alice", "bob"):
+        asyncio.run(route(Call(site, "POST", "/", {}, body={"session_id": "s", "copies": "t"}, caller=caller)))
+    assert [action.namespace for action in site.orders] == ["alice", "bob"]
+
+
+def test_files_are_handed_over_and_removed(tmp_path):
+    reply, site = order(state.export, PAGE, {"session_id": "s"}, tmp_path)
+    assert reply.body == b"a state"
+    assert reply.headers["X-Session-Version"] == "1"
+    assert site.orders[0].name == "s"
+    reply, site = order(state.import_file, PAGE, {"session_id": "s", "overwrite": "true"}, tmp_path, b"a state")
+    assert site.imported == b"a state"
+    assert site.orders[0].overwrite
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(InvalidRequest, match="empty"):
+        order(state.import_file, PAGE, {"session_id": "s"}, tmp_path)
