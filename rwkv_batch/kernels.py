@@ -64,6 +64,11 @@ class Toolchain:
             return (f"--offload-arch={arch}",)
         return (f"-gencode=arch={arch.replace('sm_', 'compute_')},code={arch}",)
 
+    def link_flags(self) -> tuple[str, ...]:
+        """Flags for linking: pip's nvcc does not find the libraries that lie beside it."""
+        packaged = Path(self.compiler).parent.parent / "lib"
+        return (f"-L{packaged}",) if (packaged / "libcudart_static.a").exists() else ()
+
     def sources(self) -> list[Path]:
         """The files to compile."""
         return sorted(self.folder.glob(f"*{self.suffix}"))
@@ -146,7 +151,7 @@ def _ninja(toolchain: Toolchain, arch: str, folder: Path) -> Path:
     language = "-x hip " if toolchain.name == "hip" else ""
     lines = [
         f"rule compile\n  command = {toolchain.compiler} {flags} {language}-c $in -o $out",
-        f"rule link\n  command = {toolchain.compiler} {flags} -shared $in -o $out",
+        f"rule link\n  command = {toolchain.compiler} {flags} {' '.join(toolchain.link_flags())} -shared $in -o $out",
         *(f"build {o}: compile {source}" for o, source in zip(objects, toolchain.sources(), strict=True)),
         f"build kernels.so: link {' '.join(objects)}\n",
     ]

@@ -715,8 +715,11 @@ def check_threads(path: Path, durability: str, *, num_threads: int, num_steps: i
             assert same(pool.state(name), state)
 
 
+SESSIONS = 32
+
+
 def serve_until_killed(path: Path, report: int) -> None:
-    """The life of a server: 8 sessions, turn after turn; each is reported when it was acknowledged."""
+    """The life of a server: 32 sessions, turn after turn; each is reported when it was acknowledged."""
 
     def client(number: int) -> None:
         while True:
@@ -725,14 +728,14 @@ def serve_until_killed(path: Path, report: int) -> None:
             os.write(report, b"%d %d\n" % (number, kept.version))
 
     with Pool(path) as pool:
-        for number in range(8):
+        for number in range(SESSIONS):
             threading.Thread(target=client, args=(number,), daemon=True).start()
         time.sleep(60)
 
 
 def check_kills(path: Path, times: int) -> None:
     rng = random.Random(0)
-    acknowledged = dict.fromkeys(range(8), 0)
+    acknowledged = dict.fromkeys(range(SESSIONS), 0)
     for _ in range(times):
         read_end, write_end = os.pipe()
         child = os.fork()
@@ -760,7 +763,7 @@ def check_kills(path: Path, times: int) -> None:
 
 
 def test_kill_9_at_some_moments_loses_no_acknowledged_turn(path):
-    check_kills(path, 2)
+    check_kills(path, 10)
 
 
 @pytest.mark.long

@@ -106,12 +106,13 @@ def retrying(target: Target, statuses: list[int]) -> openai.OpenAI:
 def test_429_is_retried_after_the_given_time(keyed):
     """A1: the SDK waits as long as Retry-After says and then succeeds."""
     target, statuses = target_of(keyed, PASSWORD), []
+    client = retrying(target, statuses)  # made now: it takes a good part of the stream's time
     body = {"contents": ["a"], "max_tokens": 150, "stream": True}
     busy = threading.Thread(target=target.request, args=("POST", "/v1/chat/completions", body))
     busy.start()
     wait_until(lambda: keyed.get("/stats", keyed.headers)[1]["http"]["answers_in_progress"] == 1, 5, "the stream has begun")
     began = time.monotonic()
-    answer = retrying(target, statuses).chat.completions.create(model="m", messages=HELLO, max_tokens=1)
+    answer = client.chat.completions.create(model="m", messages=HELLO, max_tokens=1)
     assert answer.choices[0].message.content == " w0"
     assert statuses == [429, 200]
     assert 1.0 <= time.monotonic() - began < 3.0
