@@ -544,27 +544,6 @@ class StatePool:
             return self._read(lease.key, record), None
         return self._read_reference(lease.key), None
 
-    def _read(self, key: Key, record: Record) -> Held:
-        """Read a version from disk."""
-        stored = self.file.decode(self._database.pieces(record.state), pin=self.copies.on_gpu)
-        return Held(key, record.version, stored.snapshot, stored.newlines, record.updated)
-
-    def _read_reference(self, key: Key) -> Held | None:
-        """Read a session of rwkv_lightning whose file this is; its version is 1."""
-        data = self._database.reference_state(key[1]) if not key[0] else None
-        if data is None:
-            return None
-        stored = self.file.decode_reference(data)
-        return Held(key, 1, stored.snapshot, stored.newlines, time.time())
-
-    def _last_node(self, namespace: str, name: str) -> int:
-        """The largest number of a node of this dialogue, on disk or not yet."""
-        start = f"{name}:"
-        nodes = [key[1][len(start) :] for key in (held.key for held in self._iter_held()) if key[0] == namespace
-                 and key[1].startswith(start)]  # fmt: skip
-        numbers = [int(node) for node in nodes if node.isascii() and node.isdigit() and len(node) < 19]
-        return max([self._database.last_node(namespace, name), *numbers])
-
     def _commit(self, jobs: list[_Commit]) -> None:
         """Keep the states of turns that ended."""
         began = time.monotonic()

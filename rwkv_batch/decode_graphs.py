@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernel_ops import KernelOps
+from rwkv_batch.launch import fastest_replay
 from rwkv_batch.model import Model
 from rwkv_batch.reference import Rows
 from rwkv_batch.state import State
@@ -119,16 +120,9 @@ class DecodeGraphs:
     def _time(self, graph: torch.cuda.CUDAGraph, size: int) -> float:
         """Return the milliseconds of a replay with every row in use; the slots hold garbage afterwards, as free ones may."""
         self._slots[:size] = torch.arange(size, device=self._slots.device)
-        times = []
-        for _ in range(TIMINGS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
+        milliseconds = fastest_replay(graph, TIMINGS)
         self._slots.fill_(-1)
-        return min(times)
+        return milliseconds
 
     def replay(self, slots: list[int]) -> tuple[Sampled, Tensor]:
         """Run one decode step of distinct `slots`; returns at once.
