@@ -18,7 +18,7 @@ from rwkv_batch import kernels, reference, selfcheck
 from rwkv_batch import weights as weights_module
 from rwkv_batch.channel import EngineInfo
 from rwkv_batch.config import COMPILE_MODE, Config, find_model
-from rwkv_batch.decode_graphs import HALVED_FROM, DecodeGraphs, buckets_for, halves_of
+from rwkv_batch.decode_graphs import DecodeGraphs, buckets_for
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import CheckpointError, UsageError
 from rwkv_batch.kernel_ops import KernelOps
@@ -135,6 +135,8 @@ def find_kernels(config: Config, device: torch.device) -> ctypes.CDLL | None:
             raise UsageError("--ops kernels: runs in fp16, without --compile", param="ops")
         return None
     try:
+        if torch.version.hip:
+            raise KernelError("the HIP kernels are not complete yet")
         return kernels.library(device.index or 0)
     except KernelError as error:
         if config.ops == "kernels":
@@ -198,10 +200,9 @@ def build_engine(
         return Engine(Model(weights, ops, " but ".join(["kernels", *failing])), sampler, state)
     ops = KernelOps(weights, launcher, **limits)
     sizes = graph_sizes or ([num_slots] if config.batch_invariant else buckets_for(num_slots))
-    halves = halves_of(sizes)
-    ops.tune(weights, sorted([*sizes, *halves]))
+    ops.tune(weights, sizes)
     model = Model(weights, ops, "kernels")
-    graphs = DecodeGraphs(model, sampler, state, sizes, ops.twin(sizes[-1] // 2) if sizes[-1] >= HALVED_FROM else None)
+    graphs = DecodeGraphs(model, sampler, state, sizes)
     graphs.capture()
     return Engine(model, sampler, state, graphs)
 

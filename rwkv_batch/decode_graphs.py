@@ -7,13 +7,10 @@ A graph replays launches on fixed addresses: slots are read from one device arra
 import bisect
 import logging
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernel_ops import KernelOps
-from rwkv_batch.launch import fastest_replay
 from rwkv_batch.model import Model
 from rwkv_batch.reference import Rows
 from rwkv_batch.state import State
@@ -26,8 +23,6 @@ SMALL = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 22
 LARGE = (640, 768, 960, 1024)
 STEP = 256  # between larger ones
 STAGES = 4  # slot lists that may be on their way to the device
-HALVED_FROM = 448  # rows from which it is tried whether two halves side by side are faster
-TIMINGS = 5  # replays of each, of which the best counts
 
 
 def buckets_for(num_slots: int) -> list[int]:
@@ -36,31 +31,19 @@ def buckets_for(num_slots: int) -> list[int]:
     return [*sizes, num_slots]
 
 
-def halves_of(sizes: list[int]) -> list[int]:
-    """Return the sizes of half batches that large ones may be cut into."""
-    return sorted({size // 2 for size in sizes if size >= HALVED_FROM and size % 2 == 0} - set(sizes))
-
-
 class DecodeGraphs:
     """Captured decode steps of one model, sampler and state.
 
-    twin  ops whose steps may run beside those of `model`: then a large batch may be cut into two halves on two streams, so that
-          the one's recurrence, which waits for memory, runs beside the other's products, which do not
     Memory and time: all graphs share one pool; a graph takes about 0.1 s to capture.
     """
 
-    def __init__(
-        self, model: Model, sampler: RapidSampler, state: State, sizes: list[int] | None = None, twin: KernelOps | None = None
-    ):
+    def __init__(self, model: Model, sampler: RapidSampler, state: State, sizes: list[int] | None = None):
         self.model = model
-        self._second = None if twin is None else Model(model.weights, twin)
-        self._side = torch.cuda.Stream(model.weights.device)
         self.sampler = sampler
         self.state = state
         self.sizes = sizes or buckets_for(state.num_slots)
         device, largest = model.weights.device, self.sizes[-1]
         self.num_replays = 0
-        self.halved: list[int] = []  # sizes that run as two halves
         self._slots = torch.full((largest,), -1, dtype=torch.int64, device=device)
         self._ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self._finite = torch.zeros(largest, dtype=torch.bool, device=device)
@@ -77,52 +60,21 @@ class DecodeGraphs:
         stream = torch.cuda.Stream(self._slots.device)
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
-            self._graphs[size], self._logits[size] = self._capture(self._whole, size, stream, pool)
-            if self._second is not None and size >= HALVED_FROM and size % 2 == 0:
-                halves, logits = self._capture(self._halves, size, stream, pool)
-                if self._time(halves, size) < self._time(self._graphs[size], size):
-                    self._graphs[size], self._logits[size] = halves, logits
-                    self.halved.append(size)
+            with torch.cuda.stream(stream):
+                self._step(size)  # every kernel runs once before it is captured
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                self._logits[size] = self._step(size)
+            self._graphs[size] = graph
         seconds = time.monotonic() - started
         log.info("captured %d decode graphs, up to %d rows, in %.1f s", len(self.sizes), self.sizes[-1], seconds)
-        if self.halved:
-            log.info("batches of %s rows run as two halves", ", ".join(map(str, sorted(self.halved))))
 
-    def _capture(self, step: Callable[[int], Tensor], size: int, stream: torch.cuda.Stream, pool: tuple):
-        """Return the graph of one step and its logits."""
-        with torch.cuda.stream(stream):
-            step(size)  # every kernel runs once before it is captured
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            logits = step(size)
-        return graph, logits
-
-    def _whole(self, size: int) -> Tensor:
-        return self._forward_and_sample(self.model, 0, size)
-
-    def _halves(self, size: int) -> Tensor:
-        half, main = size // 2, torch.cuda.current_stream(self._slots.device)
-        self._second.ops.put_logits_behind(self.model.ops, half)
-        self._side.wait_stream(main)
-        first = self._forward_and_sample(self.model, 0, half)
-        with torch.cuda.stream(self._side):
-            self._forward_and_sample(self._second, half, size)
-        main.wait_stream(self._side)
-        return first.as_strided((size, first.shape[1]), first.stride())
-
-    def _forward_and_sample(self, model: Model, start: int, end: int) -> Tensor:
-        slots = self._slots[start:end]
-        logits = model.forward(None, Rows.decoding(slots), self.state)
-        self.sampler.launch(logits, slots, out_ids=self._ids[start:end], out_finite=self._finite[start:end])
+    def _step(self, size: int) -> Tensor:
+        slots = self._slots[:size]
+        logits = self.model.forward(None, Rows.decoding(slots), self.state)
+        self.sampler.launch(logits, slots, out_ids=self._ids[:size], out_finite=self._finite[:size])
         return logits
-
-    def _time(self, graph: torch.cuda.CUDAGraph, size: int) -> float:
-        """Return the milliseconds of a replay with every row in use; the slots hold garbage afterwards, as free ones may."""
-        self._slots[:size] = torch.arange(size, device=self._slots.device)
-        milliseconds = fastest_replay(graph, TIMINGS)
-        self._slots.fill_(-1)
-        return milliseconds
 
     def replay(self, slots: list[int]) -> tuple[Sampled, Tensor]:
         """Run one decode step of distinct `slots`; returns at once.

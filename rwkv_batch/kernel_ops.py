@@ -7,7 +7,6 @@ A product can be done in several ways, which differ in the order of their sums; 
 captured. So a row's logits may differ in the last bits between batch sizes, never with its neighbours in one batch size.
 """
 
-import copy
 import json
 import logging
 import os
@@ -95,7 +94,12 @@ class KernelOps:
     """
 
     def __init__(self, weights: Weights, launcher: Launcher, *, max_tokens: int, max_rows: int):
-        self._use(launcher)
+        self.launcher = launcher
+        self.matmul = MatMul(launcher)
+        self.mix = Mix(launcher, overlap=True)
+        self.linear = Linear(launcher, overlap=True)
+        self.gemm = Gemm(launcher)
+        self._side = torch.cuda.Stream(launcher.device)
         self._prepared = {id(layer): Prepared.of(layer) for layer in weights.layers}
         self._mixes = {id(layer.att_mix): self._prepared[id(layer)].att_mix for layer in weights.layers}
         self._mixes |= {id(layer.ffn_mix): self._prepared[id(layer)].ffn_mix for layer in weights.layers}
@@ -103,39 +107,12 @@ class KernelOps:
         self._head = _whole_units(weights.head)
         self._matrices = self._describe(weights.layers) if self.gemm.available else {}
         self._ways: dict[tuple[str, int], str] = {}  # (product, tokens) -> how it is done
-        self._dims = (weights.shape.width, weights.layers[0].ffn_key.shape[0])
-        self._make_room(max_tokens)
-        self._last = torch.empty(max_rows, self._dims[0], dtype=HALF, device=launcher.device)
-        self._logits = torch.empty(max_rows, self._head.shape[0], dtype=HALF, device=launcher.device)
-
-    def twin(self, max_tokens: int) -> "KernelOps":
-        """Return ops over the same weights whose steps may run at the same time as these ones', with logits nowhere yet."""
-        other = copy.copy(self)
-        other._use(Launcher(self.launcher.library, self.launcher.device))
-        other._make_room(max_tokens)
-        other._last = torch.empty(max_tokens, self._dims[0], dtype=HALF, device=self.launcher.device)
-        return other
-
-    def put_logits_behind(self, first: "KernelOps", num_rows: int) -> None:
-        """Let this twin's logits lie behind the first `num_rows` of the other's."""
-        self._logits = first._logits[num_rows:]
-
-    def _use(self, launcher: Launcher) -> None:
-        """Make what launches kernels, and has workspaces of its own."""
-        self.launcher = launcher
-        self.matmul = MatMul(launcher)
-        self.mix = Mix(launcher, overlap=True)
-        self.linear = Linear(launcher, overlap=True)
-        self.gemm = Gemm(launcher)
-        self._side = torch.cuda.Stream(launcher.device)
-
-    def _make_room(self, max_tokens: int) -> None:
-        """Allocate the buffers between kernels."""
-        width, ffn_width = self._dims
-        device = self.launcher.device
-        self._all = Buffers.of(max_tokens, width, ffn_width, device)
+        width, ffn_width = weights.shape.width, weights.layers[0].ffn_key.shape[0]
+        self._all = Buffers.of(max_tokens, width, ffn_width, launcher.device)
         largest = max(prepared.low_rank.rank for prepared in self._prepared.values())
-        self._low = torch.empty(max_tokens * largest, dtype=HALF, device=device)
+        self._low = torch.empty(max_tokens * largest, dtype=HALF, device=launcher.device)
+        self._last = torch.empty(max_rows, width, dtype=HALF, device=launcher.device)
+        self._logits = torch.empty(max_rows, self._head.shape[0], dtype=HALF, device=launcher.device)
         self._views: dict[int, Buffers] = {}
         self._now = self._all  # of the step that runs
         self._packed: PackedRows | None = None

@@ -6,7 +6,7 @@ from models import TINY, random_weights
 
 from rwkv_batch import assembly, kernel_ops, selfcheck
 from rwkv_batch.config import COMPILE_MODE, Config, load
-from rwkv_batch.decode_graphs import HALVED_FROM, buckets_for, halves_of
+from rwkv_batch.decode_graphs import buckets_for
 from rwkv_batch.errors import UsageError
 from rwkv_batch.model import Model
 from rwkv_batch.reference import Rows
@@ -21,13 +21,6 @@ def test_graph_sizes_take_every_number_of_rows(num_slots):
     for rows in range(1, num_slots + 1):
         fitting = min(size for size in sizes if size >= rows)
         assert fitting <= max(rows * 1.5, rows + 1)
-
-
-def test_halves_are_those_of_large_even_sizes():
-    sizes = buckets_for(1000)
-    halves = halves_of(sizes)
-    assert not set(halves) & set(sizes)
-    assert {2 * half for half in halves} <= {size for size in sizes if size >= HALVED_FROM}
 
 
 def test_kernels_cannot_be_had_on_a_cpu():
