@@ -23,6 +23,7 @@ from rwkv_batch.config import model_files
 from rwkv_batch.errors import CheckpointError
 
 HEAD_SIZE = 64
+SPLIT = 512  # rows of a table that are worked on at a time: what they need beside is not worth the memory of a whole table
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FILE_DTYPES = tuple(DTYPES.values())
 MIN_TORCH = (2, 10)  # older unpicklers could be made to corrupt memory (CVE-2026-24747)
@@ -224,7 +225,7 @@ def from_tensors(
         layers = [_take_layer(i, take, vector, tensors, dtype) for i in range(shape.num_layers)]
         ln0 = (vector("blocks.0.ln0.weight"), vector("blocks.0.ln0.bias"))
         embedding = take("emb.weight")
-        for chunk in embedding.split(4096):  # in place, so that no second table is needed
+        for chunk in embedding.split(SPLIT):  # in place, so that no second table is needed
             chunk.copy_(torch.nn.functional.layer_norm(chunk.float(), (shape.width,), *ln0, 1e-5))
         output_ids = _output_ids(tensors["head.weight"], valid_ids, name, device)
         head = _keep_rows(take("head.weight"), output_ids)
@@ -389,7 +390,7 @@ def _output_ids(
     head: torch.Tensor, valid_ids: Callable[[int], Iterable[int]] | None, name: str, device: torch.device
 ) -> torch.Tensor:
     """Return the ids worth a logit, ascending: the tokenizer has them and their head row is not all zero."""
-    used = torch.cat([chunk.to(device).abs().amax(1) > 0 for chunk in head.split(4096)])
+    used = torch.cat([chunk.to(device).abs().amax(1) > 0 for chunk in head.split(SPLIT)])
     if valid_ids is not None:
         valid = torch.zeros(head.shape[0], dtype=torch.bool, device=device)
         valid[torch.tensor(list(valid_ids(head.shape[0])), dtype=torch.int64, device=device)] = True
