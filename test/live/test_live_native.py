@@ -460,7 +460,10 @@ def check_any_body(server: ServerProcess, path: str, body: dict) -> None:
     assert status in (200, 400) or path.endswith("/embeddings"), (status, answer, body)
     if status != 200:
         nested = isinstance(answer["error"], dict)
-        assert nested == ((ROUTE_OF[path].form == "openai") or (ROUTE_OF[path].form == "chat" and "messages" in body)), body
+        form = ROUTE_OF[path].form
+        if form == "chat":  # which of the two the body is
+            form = "openai" if body.get("contents") is None and body.get("messages") is not None else "native"
+        assert nested == (form == "openai"), body
         text = answer["error"]["message"] if nested else answer["error"]
         assert isinstance(text, str), body
         assert "Traceback" not in text
