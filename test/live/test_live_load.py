@@ -90,13 +90,14 @@ def many_cpus(folder) -> dict[str, str]:
     return {"LD_PRELOAD": str(shim)}
 
 
+@pytest.mark.long
 def test_separate_streams_all_start_on_a_machine_with_128_cpus(folder, many_cpus):
     results = run_streams(folder, 320, 40, many_cpus)
     assert max(r["first"] for r in results) < 3.0
     assert max(r["pause"] for r in results) < 1.0
 
 
-@pytest.mark.parametrize("cpus", ["real", "128"])
+@pytest.mark.parametrize("cpus", ["real", pytest.param("128", marks=pytest.mark.long)])
 def test_waiting_streams_do_not_hold_up_running_ones(folder, cpus, request):
     """304 streams wait for one of 16 slots. Each holds a thread of a pool, which 128 CPUs would make 4 threads small."""
 

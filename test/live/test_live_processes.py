@@ -238,7 +238,7 @@ def test_killed_supervisor_takes_everything_with_it(folder):
         assert left[0] not in server.run_folder.iterdir()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_signal_lets_50_streams_finish(folder, number):
     with ServerProcess(folder=folder, step_ms=20) as server:
         refused = []

@@ -269,6 +269,7 @@ def simulate(server: ServerProcess, num_paragraphs: int) -> tuple[float, float]:
     return alone, together
 
 
+@pytest.mark.long
 def test_six_requests_of_twenty_paragraphs(folder):
     """Contract 9, line 28: as many back in order, placeholders whole, no 429, and less time for each than one after another."""
     checkpoint = folder / "bytes.pth"
