@@ -117,7 +117,7 @@ def test_a_long_prompt_delays_running_streams_by_chunks_only(server):
     pause, took = asyncio.run(scenario())
     chunk = took / (2000 / 256)
     print(f"2,000 tokens took {took:.2f} s, {chunk:.3f} s a chunk; longest pause of a stream meanwhile {pause:.3f} s")
-    assert pause <= max(0.1, 2 * chunk)
+    assert pause <= max(0.15, 2 * chunk)
 
 
 def test_clients_that_leave_free_the_real_engines_slots(server):

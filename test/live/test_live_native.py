@@ -51,7 +51,7 @@ def whole(server: ServerProcess, path: str, texts: list[str], **more) -> dict:
     return answer
 
 
-@pytest.mark.parametrize("access", ["scripted", "locked_scripted"])
+@pytest.mark.parametrize("access", [pytest.param("scripted", marks=pytest.mark.long), "locked_scripted"])
 @pytest.mark.parametrize("number", range(len(SEED_CURLS)))
 def test_every_curl_of_the_seeds(number, access, request):
     """Contract 9, line 1: the bodies unchanged, with and without a password set; the answer is right."""

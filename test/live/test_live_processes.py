@@ -169,6 +169,7 @@ def test_a_malformed_chunked_body_costs_one_http_process(folder):
         assert serves(server)
 
 
+@pytest.mark.long
 def test_many_malformed_bodies_do_not_end_the_server(folder):
     with ServerProcess("--http-workers", "1", folder=folder) as server:
         for _ in range(3):
