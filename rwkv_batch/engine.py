@@ -74,10 +74,10 @@ class Engine:
         starting = [row.sequence for row in rows if row.start]
         if starting:
             self._start(starting)
-        if not any(row.ids for row in rows):
-            if self.graphs is not None:
-                return self._replay(rows)
-            self.num_eager_decodes += 1
+        decoding = not any(row.ids for row in rows)
+        if decoding and self.graphs is not None:
+            return self._replay(rows)
+        self.num_eager_decodes += decoding
         packed = self._pack(rows)
         sampling = [i for i, row in enumerate(rows) if row.sample]
         all_sample = len(sampling) == len(rows)
@@ -85,7 +85,8 @@ class Engine:
         logits_of = None if all_sample and scoring is None else packed.last[sampling]
         if scoring is not None:
             logits_of = torch.cat((logits_of, torch.tensor(scoring.positions, dtype=torch.int64, device=self.device)))
-        logits = self.model.forward(self._tokens(rows, packed), packed, self.state, logits_of=logits_of)
+        tokens = None if decoding else self._tokens(rows, packed)
+        logits = self.model.forward(tokens, packed, self.state, logits_of=logits_of)
         if scoring is not None:
             scoring.take(logits[len(sampling) :], self.sampler.ids)
             logits = logits[: len(sampling)]
@@ -115,10 +116,9 @@ class Engine:
         return [Token(sequence, id if ok else None) for sequence, id, ok in rows]
 
     def stats(self) -> dict[str, int]:
-        """Decode steps so far: replayed graphs, and those that were launched kernel by kernel though there are graphs."""
-        if self.graphs is None:
-            return {}
-        return {"graph_steps_total": self.graphs.num_replays, "eager_decode_steps_total": self.num_eager_decodes}
+        """Decode steps so far, by how they ran: as a captured graph, or launched operation by operation."""
+        num_replays = 0 if self.graphs is None else self.graphs.num_replays
+        return {"graph_steps_total": num_replays, "eager_decode_steps_total": self.num_eager_decodes}
 
     @torch.inference_mode()
     def take(self, slot: int) -> Snapshot:
@@ -171,10 +171,8 @@ class Engine:
             self._decode_rows = packed
         return packed
 
-    def _tokens(self, rows: list[Row], packed: Rows) -> torch.Tensor | None:
-        """Return the ids to feed [N]: those of prompts, and of the other rows what was sampled last; None = only the latter."""
-        if not any(row.ids for row in rows):
-            return None
+    def _tokens(self, rows: list[Row], packed: Rows) -> torch.Tensor:
+        """Return the ids to feed [N]: those of prompts, and of the other rows what was sampled last."""
         tokens = torch.tensor([id for row in rows for id in row.ids or (0,)], device=self.device)
         decoding = [b for b, row in enumerate(rows) if not row.ids]
         if decoding:

@@ -14,6 +14,7 @@ from torch import Tensor
 from rwkv_batch import reference
 from rwkv_batch.kernel_ops import PLANES, KernelOps
 from rwkv_batch.launch import Launcher
+from rwkv_batch.model import Model
 from rwkv_batch.reference import Rows
 from rwkv_batch.state import State
 from rwkv_batch.weights import HEAD_SIZE, Layer, ModelShape, Weights
@@ -103,8 +104,6 @@ def _agrees(name: str, launcher: Launcher, wkv_dtype: torch.dtype) -> bool:
 
 def _run(ops: KernelOps, weights: Weights, lengths: list[int], wkv_dtype: torch.dtype) -> list[Tensor]:
     """Return the logits of two steps and the state after them."""
-    from rwkv_batch.model import Model
-
     generator = torch.Generator(device=weights.device).manual_seed(len(lengths))
     state = State(weights.shape, SLOTS, shift_dtype=torch.float16, wkv_dtype=wkv_dtype, device=weights.device)
     slots = [(7 * i + 3) % SLOTS for i in range(len(lengths))]
