@@ -267,7 +267,7 @@ def plan_memory(
     """Say what is needed and what is free, and return the number of slots; CheckpointError when it does not fit."""
     free = free_memory(device)
     weights = shape.count_bytes(dtype)
-    per_slot = slot_bytes(shape, wkv_dtype) + (2 * shape.vocab_size if buffers else 0)  # and a row of logits
+    per_slot = slot_bytes(shape, wkv_dtype) + (6 * shape.vocab_size if buffers else 0)  # logits, penalties
     room = free - weights - buffers
     if not slots:
         wanted = CPU_SLOTS if device.type == "cpu" else GPU_SLOTS

@@ -32,7 +32,7 @@ HALF = torch.float16
 GEMV_ROWS = 4  # up to which dot products are taken where nothing was timed
 PLANES = (0, 2, 3, 1, 4, 5)  # of `Layer.att_mix`, so that r, k and v stand together: r, k, v, w, a, g
 OUTPUT_UNIT = 8  # logits of a row begin at multiples of 16 bytes
-BESIDE = " beside "  # in a way of "rkv": the low-rank pairs run at the same time, on another stream
+BESIDE = " beside"  # in a way of "rkv": the low-rank pairs run at the same time, on another stream
 TIMED_BYTES = 256 * 2**20  # of weights that a timing reads, more than stay in the L2 cache
 
 
@@ -176,7 +176,8 @@ class KernelOps:
 
     def _attention_inputs(self, mixed: Tensor, layer: Layer, pack: LowRank, low: Tensor) -> None:
         """Project r, k and v, and everything that goes through a low-rank pair."""
-        way, _, beside = self._way("rkv", mixed.shape[1]).partition(BESIDE)
+        chosen = self._way("rkv", mixed.shape[1])
+        way, beside = chosen.removesuffix(BESIDE), chosen.endswith(BESIDE)
         if way == "gemv":
             self.linear.project(mixed, layer.rkv, pack, self._now.rkv, low)
             self._low_rank_up(low, pack)
@@ -261,7 +262,7 @@ class KernelOps:
         if (matrix := self._matrices.get(id(matrices[0]))) is not None:
             ways.append(" ".join(map(str, self.gemm.plan(size, matrix))))
         if name == "rkv":
-            ways += [way + BESIDE + "1" for way in ways]
+            ways += [way + BESIDE for way in ways]
         if name == "ffn_value":
             ways += ["sparse"] * (size <= MAX_SPARSE)
         else:
