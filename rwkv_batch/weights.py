@@ -222,13 +222,14 @@ def from_tensors(
         return take(key, torch.float32).flatten()
 
     with bar:
-        layers = [_take_layer(i, take, vector, tensors, dtype) for i in range(shape.num_layers)]
+        # The large tables first: beside what is kept there is one tensor of the file, and that had better be small at the end.
         ln0 = (vector("blocks.0.ln0.weight"), vector("blocks.0.ln0.bias"))
         embedding = take("emb.weight")
         for chunk in embedding.split(SPLIT):  # in place, so that no second table is needed
             chunk.copy_(torch.nn.functional.layer_norm(chunk.float(), (shape.width,), *ln0, 1e-5))
         output_ids = _output_ids(tensors["head.weight"], valid_ids, name, device)
         head = _keep_rows(take("head.weight"), output_ids)
+        layers = [_take_layer(i, take, vector, tensors, dtype) for i in range(shape.num_layers)]
         return Weights(
             shape=shape,
             dtype=dtype,
