@@ -484,6 +484,7 @@ class Ticket:
         self.open_rows = request.num_rows
         self.incremental = request.chunk_size > 0  # text comes as it is made, not all at the end
         self.accepted = False
+        self.cancelled = False
         self.done = False
         self.failure: Failure | None = None
         self.settled: Callable[[], None] | None = None
@@ -501,6 +502,7 @@ class Ticket:
 
     def cancel(self) -> None:
         """Nobody wants the rest. Any thread, finalisers too; more than once is fine; END is queued if it was not."""
+        self.cancelled = True
         self._client._cancelled.append(self)
         self._client._bell.ring()
 
@@ -712,6 +714,9 @@ class EngineClient:
             ticket, payload = self._outbox.popleft()
             if ticket is None:
                 self._fail(error_of(msgspec.msgpack.decode(payload, type=Failure)))
+                continue
+            if ticket.cancelled:  # its turn among the cancelled may have been already: it must not be sent after that
+                ticket._end()
                 continue
             self.tickets[ticket.request_id] = ticket
             try:

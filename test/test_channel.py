@@ -1,5 +1,6 @@
 """Both ends of the channel in one process: what arrives, and what a dead or stuck peer costs."""
 
+import collections
 import os
 import queue
 import threading
@@ -137,6 +138,24 @@ def test_a_cancel_before_the_request_was_sent_still_reaches_the_engine(engine, c
     time.sleep(0.1)
     wait_until(lambda: engine.worker.stats()["slots_free"] == 320)
     assert client.tickets == {}
+
+
+def test_a_cancel_that_is_read_before_its_request_still_counts(engine, client):
+    wait_until(lambda: client.ready)
+    tickets = []
+
+    class Asked(collections.deque):  # looked at between the requests to send and the cancels
+        def __bool__(self) -> bool:
+            if not tickets:
+                tickets.append(client.submit(request("a", max_tokens=100_000)))
+                tickets[0].cancel()
+            return len(self) > 0
+
+    client._asked = Asked()
+    wait_until(lambda: tickets and tickets[0].done and not client._outbox)
+    assert drain(tickets[0]) == []
+    time.sleep(0.1)
+    assert engine.worker.stats()["slots_free"] == 320
 
 
 def test_a_lost_engine_fails_all_tickets_and_a_new_one_is_found(address, client):
