@@ -13,7 +13,7 @@ help:
 	@echo "make test          lint and run the tests that need no GPU (minutes)"
 	@echo "make test-long     run them with their full counts and write test/results/long.txt"
 	@echo "make bench         measure this machine's CPU against the PyPI package rwkv"
-	@echo "make kernels       compile the CUDA sources (needs nvcc); make hip-check: the HIP ones (needs hipcc)"
+	@echo "make kernels       compile the CUDA sources (with pip's nvcc if there is no other); make hip-check: the HIP ones (needs hipcc)"
 	@echo "make lint, format  check or rewrite the style"
 	@echo "PYTHON=python3.12 make ...   with another Python; a torch it already has is used, never replaced"
 
@@ -42,10 +42,10 @@ format: $(VENV)/.ready-test
 bench: $(VENV)/.ready-test
 	$(BIN)/python bench/cpu.py $(ARGS)
 
-kernels: $(VENV)/.ready-test
+kernels: $(VENV)/.ready-nvcc
 	$(BIN)/python -m rwkv_batch.kernels cuda sm_80 sm_90a sm_120
 
-hip-check: $(VENV)/.ready-test
+hip-check: $(VENV)/.ready
 	$(BIN)/python -m rwkv_batch.kernels hip gfx90a gfx1030
 
 clean:
@@ -64,6 +64,12 @@ $(VENV)/constraints.txt: constraints.txt
 $(VENV)/.ready: requirements.txt $(VENV)/constraints.txt
 	@echo "installing into $(VENV) (torch is the large part)"
 	$(PIP) -r requirements.txt -c $(VENV)/constraints.txt
+	@touch $@
+
+# pip's nvcc, where there is no other.
+$(VENV)/.ready-nvcc: requirements-cuda.txt $(VENV)/.ready
+	@$(BIN)/python -c 'from rwkv_batch.kernels import find_nvcc; find_nvcc()' 2> /dev/null || { \
+		grep -E '^nvidia-(cuda|nvvm)' requirements-cuda.txt > $(VENV)/nvcc.txt && $(PIP) -r $(VENV)/nvcc.txt; }
 	@touch $@
 
 $(VENV)/.ready-test: requirements-test.txt $(VENV)/.ready

@@ -128,7 +128,7 @@ def build(toolchain: Toolchain, arch: str, cache: Path | None = None) -> Path:
             started = time.monotonic()
             log.info("building the %s kernels for %s with %s, once (about a minute)", toolchain.name, arch, toolchain.compiler)
             with tempfile.TemporaryDirectory(dir=cache) as folder:
-                built = _ninja(toolchain, arch, Path(folder))
+                [built] = _ninja(toolchain, [arch], Path(folder))
                 os.replace(built, target)
             log.info("built in %.0f s: %s", time.monotonic() - started, target)
     return target
@@ -141,25 +141,27 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rwkv_batch"
 
 
-def _ninja(toolchain: Toolchain, arch: str, folder: Path) -> Path:
-    """Compile all sources side by side and link them."""
+def _ninja(toolchain: Toolchain, archs: list[str], folder: Path) -> list[Path]:
+    """Compile all sources side by side and link them; return a library for each architecture."""
     ninja = shutil.which("ninja") or _existing(Path(sys.executable).parent / "ninja")
     if ninja is None:
         raise KernelError("no ninja found: pip install ninja")
-    flags = " ".join([*toolchain.flags, *toolchain.arch_flags(arch)])
-    objects = [f"{source.stem}.o" for source in toolchain.sources()]
     language = "-x hip " if toolchain.name == "hip" else ""
-    lines = [
-        f"rule compile\n  command = {toolchain.compiler} {flags} {language}-c $in -o $out",
-        f"rule link\n  command = {toolchain.compiler} {flags} {' '.join(toolchain.link_flags())} -shared $in -o $out",
-        *(f"build {o}: compile {source}" for o, source in zip(objects, toolchain.sources(), strict=True)),
-        f"build kernels.so: link {' '.join(objects)}\n",
-    ]
-    (folder / "build.ninja").write_text("\n".join(lines))
+    lines = []
+    for arch in archs:
+        call = " ".join([toolchain.compiler, *toolchain.flags, *toolchain.arch_flags(arch)])
+        objects = {f"{arch}-{source.stem}.o": source for source in toolchain.sources()}
+        lines += [
+            f"rule compile-{arch}\n  command = {call} {language}-c $in -o $out",
+            f"rule link-{arch}\n  command = {call} {' '.join(toolchain.link_flags())} -shared $in -o $out",
+            *(f"build {name}: compile-{arch} {source}" for name, source in objects.items()),
+            f"build {arch}.so: link-{arch} {' '.join(objects)}",
+        ]
+    (folder / "build.ninja").write_text("\n".join(lines) + "\n")
     result = subprocess.run([ninja, "-C", folder], capture_output=True, text=True, env=_environment(toolchain))
     if result.returncode:
-        raise KernelError(f"the {toolchain.name} kernels do not compile for {arch}:\n{result.stdout[-4000:]}")
-    return folder / "kernels.so"
+        raise KernelError(f"the {toolchain.name} kernels do not compile for {', '.join(archs)}:\n{result.stdout[-4000:]}")
+    return [folder / f"{arch}.so" for arch in archs]
 
 
 def _environment(toolchain: Toolchain) -> dict[str, str]:
@@ -177,11 +179,11 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         toolchain = Toolchain.cuda() if arguments[0] == "cuda" else Toolchain.hip()
-        for arch in arguments[1:]:
-            started = time.monotonic()
-            with tempfile.TemporaryDirectory() as folder:
-                size = _ninja(toolchain, arch, Path(folder)).stat().st_size
-            print(f"{arch}: {len(toolchain.sources())} sources, {size / 1024:.0f} KiB, {time.monotonic() - started:.1f} s")
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            for arch, built in zip(arguments[1:], _ninja(toolchain, arguments[1:], Path(folder)), strict=True):
+                print(f"{arch}: {len(toolchain.sources())} sources, {built.stat().st_size / 1024:.0f} KiB")
+        print(f"compiled in {time.monotonic() - started:.0f} s")
     except KernelError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1
