@@ -41,7 +41,7 @@ from rwkv_batch.errors import (
     Unprocessable,
 )
 from rwkv_batch.request import Request
-from rwkv_batch.session_db import Record, Replay, SessionDatabase, Turn
+from rwkv_batch.session_db import Listed, Record, Replay, SessionDatabase, Turn
 from rwkv_batch.sessions import (
     Action,
     Answer,
@@ -69,6 +69,7 @@ Key = tuple[str, str]  # namespace, name
 GROUP_BYTES = 64 * 2**20  # states of one transaction: more waiting turns share a commit, but none waits much longer for it
 BACKLOG_STATES, BACKLOG_BYTES = 64, 512 * 2**20  # states that may wait for the disk before new turns are refused
 IDLE_SECONDS = 1.0  # without work until the write-ahead log is copied back
+LIST_SESSIONS = 1000  # read at once for a list: some milliseconds
 RETRY_SECONDS = 1.0  # until a state that could not be written is tried again
 MAX_REPLAYS = 1000  # answers in memory, kept for their idempotency keys
 
@@ -158,6 +159,13 @@ class _Order(NamedTuple):
     answer: Callable[[Page | Deleted | RwkvBatchError], None]
 
 
+class _Listing(NamedTuple):
+    """A list that is made piece by piece, other work in between: None until it is whole."""
+
+    pieces: Iterator[Page | None]
+    answer: Callable[[Page | Deleted | RwkvBatchError], None]
+
+
 class _Demote(NamedTuple):
     held: Held
 
@@ -166,7 +174,7 @@ class _Flush(NamedTuple):
     held: Held
 
 
-_Job = _Load | _Commit | _Order | _Demote | _Flush
+_Job = _Load | _Commit | _Order | _Listing | _Demote | _Flush
 
 
 class StatePool:
@@ -210,6 +218,7 @@ class StatePool:
         self._num_bytes = {"l1": 0, "l2": 0}
         self._leaving: dict[Key, Held] = {}  # out of L2, not on disk yet
         self._turns: dict[Key, deque[Lease]] = {}  # the first one has the session, the others wait
+        self._next_turns: deque[Lease] = deque()  # those whose turn it is now
         self._granted: set[Lease] = set()
         self._by_request: dict[str, Lease] = {}  # not granted yet
         self._deadlines: list[tuple[float, int, Lease]] = []
@@ -291,8 +300,9 @@ class StatePool:
             raise Conflict("a turn with this idempotency key is in progress", code="turn_running", retry_after=1.0)
         if len(self._turns.get(lease.key, ())) > self._max_waiting:
             raise self._busy(lease)
-        backlog = self._num_commits + len(self._leaving)
-        if session.keep and (backlog >= BACKLOG_STATES or self._backlog_bytes >= BACKLOG_BYTES):
+        num_states = self._num_commits + len(self._leaving)
+        num_bytes = self._backlog_bytes + sum(held.snapshot.num_bytes for held in self._leaving.values())
+        if session.keep and (num_states >= BACKLOG_STATES or num_bytes >= BACKLOG_BYTES):
             raise Unavailable("too many states wait for the disk", code="storage_busy")
 
     def _check_open(self) -> None:
@@ -336,11 +346,16 @@ class StatePool:
                     lease.replay = msgspec.msgpack.decode(replay.answer, type=Answer)
             if lease.replay is None:
                 self._check(lease, held)
+            if held is not None:
+                self._promote(held)
         except RwkvBatchError as error:
             self._refuse(lease, error)
             return
+        except Exception:  # such as no memory left on the device
+            log.exception("session %r could not be brought to the device", lease.key[1])
+            self._refuse(lease, Unavailable("the session could not be brought to the device", code="storage_busy"))
+            return
         if held is not None:
-            self._promote(held)
             lease.held, lease.version, lease.newlines = held, held.version, held.newlines
         self._by_request.pop(lease.request.id, None)
         self._granted.add(lease)
@@ -374,7 +389,16 @@ class StatePool:
             if not queue:
                 del self._turns[lease.key]
             elif was_first:
-                self._look_up(queue[0])
+                self._next_turns.append(queue[0])
+                if len(self._next_turns) == 1:  # else a caller of this does it: many may be refused in a row
+                    self._begin_turns()
+
+    def _begin_turns(self) -> None:
+        while self._next_turns:
+            try:
+                self._look_up(self._next_turns[0])
+            finally:
+                self._next_turns.popleft()
 
     # What is in memory. The lock is held.
 
@@ -480,8 +504,12 @@ class StatePool:
                 self._load(lease)
             case _Commit():
                 self._commit(jobs)
+            case _Order(Status() as action, answer):
+                self._list(_Listing(self._status(action), answer))
             case _Order(action, answer):
-                answer(self._obey(action))
+                answer(self._guarded(lambda: self._obey(action)))
+            case _Listing():
+                self._list(jobs[0])
             case _Demote(held):
                 self._demote(held)
             case _Flush(held):
@@ -575,8 +603,7 @@ class StatePool:
             held = Held(lease.key, lease.version + 1, job.snapshot, job.newlines, now, job.written)
         else:
             dialogue = (lease.request.namespace, session.name)
-            number = self._nodes[dialogue] = self._nodes[dialogue] + 1
-            key = (dialogue[0], f"{session.name}:{number}")
+            number, key = self._next_node(dialogue)
             held = Held(key, 1, job.snapshot, job.newlines, now, job.written, node=(session.name, number))
         if session.key is not None:
             answer = msgspec.structs.replace(job.answer, kept=self._kept(held, replayed=True))
@@ -645,6 +672,14 @@ class StatePool:
     def _kept(self, held: Held, *, replayed: bool = False) -> Kept:
         node = held.node[1] if held.node is not None else None
         return Kept(held.key[1], held.version, node, held.snapshot.elapsed, self.durability == "turn", replayed)
+
+    def _next_node(self, dialogue: Key) -> tuple[int, Key]:
+        """Take the next number; one whose session is being made by a turn of its own is passed over."""
+        while True:
+            number = self._nodes[dialogue] = self._nodes[dialogue] + 1
+            key = (dialogue[0], f"{dialogue[1]}:{number}")
+            if key not in self._turns:
+                return number, key
 
     def _count_node(self, key: Key) -> None:
         """A session called "dialogue:n", however it was made, takes that number."""
@@ -718,45 +753,67 @@ class StatePool:
 
     # Orders, in the storage thread.
 
-    def _obey(self, action: Action) -> Page | Deleted | RwkvBatchError:
+    def _guarded(self, work: Callable[[], Page | Deleted | None]) -> Page | Deleted | RwkvBatchError | None:
+        """What comes of an order, or why it cannot be carried out."""
         try:
-            match action:
-                case Status():
-                    return self._status(action)
-                case Delete():
-                    return self._delete(action)
-                case Fork():
-                    return self._fork(action)
-                case Rewind():
-                    return self._rewind(action)
-                case Export():
-                    return self._export(action)
-                case Import():
-                    return self._import(action)
+            return work()
         except RwkvBatchError as error:
             return error
         except Exception:
             log.exception("an order about sessions failed")
             return StorageFailed("the order could not be carried out; the log says why")
 
-    def _status(self, action: Status) -> Page:
+    def _obey(self, action: Action) -> Page | Deleted:
+        match action:
+            case Delete():
+                return self._delete(action)
+            case Fork():
+                return self._fork(action)
+            case Rewind():
+                return self._rewind(action)
+            case Export():
+                return self._export(action)
+            case Import():
+                return self._import(action)
+
+    def _list(self, listing: _Listing) -> None:
+        """Make the next piece of a list; what waits already is done before the one after it."""
+        page = self._guarded(lambda: next(listing.pieces))
+        if page is None:
+            self._enqueue(listing)
+        else:
+            listing.answer(page)
+
+    def _status(self, action: Status) -> Iterator[Page | None]:
         namespace = action.namespace
         with self._lock:
             l1 = [held for held in self._levels["l1"].values() if held.key[0] == namespace]
             l2 = [held for held in (*self._levels["l2"].values(), *self._leaving.values()) if held.key[0] == namespace]
         names = [held.key[1] for held in (*l1, *l2)]
-        num_db = self._database.count(namespace) - self._database.known(namespace, names)
+        ids = self._database.ids(namespace, names)
+        num_db = self._database.count(namespace) - len(ids)
         counts = {"total": len(names) + num_db, "l1": len(l1), "l2": len(l2), "db": num_db}
         entries = [*(_entry(held, "l1") for held in l1), *(_entry(held, "l2") for held in l2)]
         if action.name is not None:
-            return Page(sessions=self._one(namespace, action.name, entries), **counts)
+            yield Page(sessions=self._one(namespace, action.name, entries), **counts)
+            return
         offset, limit = max(0, action.offset), action.limit
-        sessions = entries[offset:] if limit is None else entries[offset : offset + limit]
-        rest = None if limit is None else limit - len(sessions)
-        if rest is None or rest > 0:
-            stored = self._database.page(namespace, without=names, offset=max(0, offset - len(entries)), limit=rest)
-            sessions += [_stored_entry(name, record) for name, record in stored]
-        return Page(sessions=sessions, **counts)
+        if limit is not None and limit <= LIST_SESSIONS:
+            sessions = entries[offset : offset + limit]
+            if len(sessions) < limit:
+                start = max(0, offset - len(entries))
+                sessions += map(_listed, self._database.page(namespace, without=ids, offset=start, limit=limit - len(sessions)))
+            yield Page(sessions=sessions, **counts)
+            return
+        found: list[tuple[float, int, Entry]] = []
+        last, in_memory = "", set(names)
+        while piece := self._database.named_after(namespace, last, LIST_SESSIONS):  # names do not change: each comes once
+            found += [(s.updated, s.id, _listed(s)) for s in piece if s.name not in in_memory]
+            last = piece[-1].name
+            yield None
+        found.sort(reverse=True)  # as `page` does
+        entries += [entry for _, _, entry in found]
+        yield Page(sessions=entries[offset:][:limit], **counts)
 
     def _one(self, namespace: str, name: str, entries: list[Entry]) -> list[Entry]:
         """The session's entry with its versions."""
@@ -774,18 +831,17 @@ class StatePool:
             )
 
         with self._lock:
-            keys = [held.key for held in self._iter_held() if is_meant(held.key)]
+            names = {held.key[1] for held in self._iter_held() if is_meant(held.key)}
+        names |= self._database.delete(action.namespace, action.name, prefix=action.prefix)
+        with self._lock:  # after the disk, which may refuse; turns that began meanwhile are meant too
             for lease in self._granted:
                 if lease.session.keep and is_meant(lease.key):
                     lease.revoked = True
-            for key in keys:
-                self._drop(key)
+            for held in [held for held in self._iter_held() if is_meant(held.key)]:
+                self._drop(held.key)
             for replay in [r for r in self._replays if is_meant(r[:2])]:
                 del self._replays[replay]
-        names = [key[1] for key in keys]
-        num_known = self._database.known(action.namespace, names)
-        found, count = self._database.delete(action.namespace, action.name, prefix=action.prefix)
-        return Deleted(found or action.name in names, count + len(names) - num_known)
+        return Deleted(action.name in names, len(names))
 
     def _fork(self, action: Fork) -> Page:
         if not action.copies or len(set(action.copies)) < len(action.copies):
@@ -853,7 +909,7 @@ class StatePool:
         return record
 
     def _exists(self, namespace: str, name: str) -> bool:
-        return self._find((namespace, name)) is not None or bool(self._database.known(namespace, [name]))
+        return self._find((namespace, name)) is not None or bool(self._database.ids(namespace, [name]))
 
     def _check_free(self, namespace: str, name: str) -> None:
         if not name:
@@ -889,6 +945,11 @@ def _is_number(text: str) -> bool:
 
 def _entry(held: Held, tier: Tier) -> Entry:
     return Entry(held.key[1], tier, held.updated, held.version, held.snapshot.elapsed, held.snapshot.num_bytes)
+
+
+def _listed(session: Listed) -> Entry:
+    updated, _, name, *figures = session
+    return Entry(name, "db", updated, *figures)
 
 
 def _stored_entry(name: str, record: Record) -> Entry:

@@ -268,11 +268,21 @@ def measure_many(count: int, iters: int, folder: Path) -> list[dict]:
         row |= milliseconds("resume_db", [sessions.resume(f"s{i * stride}") for i in range(iters)])
         row |= milliseconds("turn_and_eviction", [sessions.turn([f"s{i * stride + 1}"])[0] for i in range(iters)])
         row |= milliseconds("status_of_100", [sessions.order(Status(limit=100)) for _ in range(iters)])
-        row |= milliseconds("status_of_all", [sessions.order(Status()) for _ in range(3)])
+        row |= milliseconds("status_of_all", [sessions.order(Status()) for _ in range(iters)])
+        row |= milliseconds("turn_beside_status_of_all", [turn_beside_list(sessions) for _ in range(iters)])
         row |= milliseconds("delete", [sessions.order(Delete(name=f"s{i * stride + 2}")) for i in range(iters)])
         rows.append(row)
     sessions.pool.close()
     return rows
+
+
+def turn_beside_list(sessions: Sessions) -> float:
+    """Seconds of a turn that is ready to be kept while all sessions are being listed."""
+    listed: queue.SimpleQueue = queue.SimpleQueue()
+    sessions.pool.manage(Status(), listed.put)
+    seconds, _ = sessions.turn(["s0"])
+    answered(listed)
+    return seconds
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 from pydantic import Field, field_validator
 
 from routes.chat import NATIVE_ID, Chunks, Document
 from routes.reply import DONE, Answer, Call, Plain, json_reply, sse
-from routes.schemas import MAX_ID, Body, ContentsBody, session_name, validate
+from routes.schemas import MAX_ID, Body, ContentsBody, Texts, session_name, validate
 from rwkv_batch.channel import Event
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, StorageFailed
@@ -26,6 +27,7 @@ DIALOGUE_ID = "rwkv7-multi-state"
 KEY_HEADER = "idempotency-key"
 BYTES = "application/octet-stream"
 MAX_KEY = 255  # characters of an idempotency key
+DESCRIBED_AT_ONCE = 500  # sessions: other calls of this process come in between
 CACHE_LEVELS: dict[Tier, str] = {"l1": "L1 (VRAM)", "l2": "L2 (RAM)", "db": "Database (Disk)"}
 
 transfers = asyncio.Semaphore(4)  # files that an HTTP process holds in memory at a time
@@ -114,7 +116,7 @@ class DeleteBody(NamedBody):
 class ForkBody(NamedBody):
     """`copies`: the names of the new sessions; `version`: what they are copies of, the last one if it is not given."""
 
-    copies: list[str] = Field(default_factory=list)
+    copies: Texts = Field(default_factory=list)
     version: int | None = Field(None, ge=1, le=MAX_ID)
 
     @field_validator("copies", mode="before")
@@ -239,18 +241,22 @@ async def status(call: Call) -> Plain:
     page = await call.site.manage(
         Status(namespace=call.namespace, name=body.session_id or None, offset=body.offset, limit=body.limit)
     )
+    sessions: list[dict[str, Any]] = []
+    for start in range(0, len(page.sessions), DESCRIBED_AT_ONCE):
+        sessions += map(described, page.sessions[start : start + DESCRIBED_AT_ONCE])
+        await asyncio.sleep(0)
     document: dict[str, Any] = {
         "status": "success",
         "total_sessions": page.total,
         "l1_cache_count": page.l1,
         "l2_cache_count": page.l2,
         "database_count": page.db,
-        "sessions": [described(entry) for entry in page.sessions],
+        "sessions": sessions,
     }
     if body.limit is not None:
         reached = body.offset + len(page.sessions)
         document["next_offset"] = reached if page.sessions and reached < page.total else None
-    return json_reply(document)
+    return Plain(msgspec.json.encode(document))  # ten times as fast as json for a long list
 
 
 def described(entry: Entry) -> dict[str, Any]:

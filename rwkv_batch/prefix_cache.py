@@ -162,22 +162,24 @@ class PrefixCache:
 
         poisoned  its numbers were not finite: no row shall start from what it started from or left
         """
-        way = self._ways.pop(sequence, None)
+        way = self._ways.get(sequence)
         if way is None:
             return []
-        sequence.cuts.clear()
         if way.waits_at is not None:
             way.waits_at.waiting.remove(sequence)
-        followers: list[Sequence] = []
-        for node in way.nodes:
-            if poisoned:
+        if poisoned:
+            for node in way.nodes:
                 self._drop_state(node)
-            if node.row is sequence:
-                node.row = None
-                followers += node.waiting
-                node.waiting = []
+        thrown_back = [sequence]  # who waits for a row that waited is thrown back with it
+        for row in thrown_back:
+            row.cuts.clear()
+            for node in self._ways.pop(row).nodes:
+                if node.row is row:
+                    node.row = None
+                    thrown_back += node.waiting
+                    node.waiting = []
+        followers = thrown_back[1:]
         for follower in followers:
-            del self._ways[follower]
             self._count_query(follower, -1)  # it will ask again
         return followers
 

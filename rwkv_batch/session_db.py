@@ -4,10 +4,11 @@ What is listed (sessions, versions) is kept apart from the states' bytes (pieces
 all versions that name it: a fork copies rows, not bytes. The bytes of a version that is too old are written over by the next
 state: to give its pages back to SQLite would take as long as to write them. WAL with synchronous=FULL: what was committed
 survives a power loss. Moves from an older schema happen in `MIGRATIONS`; a newer one is refused. A file of rwkv_lightning can
-be used as it is: its tables, `sessions` and `prefix_cache`, stay as they are beside ours.
+be used as it is: its tables, `sessions` and `prefix_cache`, stay beside ours, and only what is deleted leaves them.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -74,6 +75,17 @@ class Record:
     updated: float
 
 
+class Listed(NamedTuple):
+    """What a list says of a session; `id` never changes and is larger for a session that was made later."""
+
+    updated: float
+    id: int
+    name: str
+    version: int
+    tokens: int
+    num_bytes: int
+
+
 @dataclass
 class Turn:
     """A state to keep as a new version of a session. `node`: (dialogue, number) when it is a new node of one."""
@@ -126,28 +138,25 @@ class SessionDatabase:
                 return
             yield rows[0][0]
 
-    def page(
-        self, namespace: str, *, without: list[str], offset: int = 0, limit: int | None = None
-    ) -> list[tuple[str, Record]]:
-        """Return the sessions that are not named in `without`, newest first."""
-        rows = self._rows(
-            f"SELECT s.name, {_RECORD} FROM kept_sessions s JOIN kept_versions v"
-            " ON v.session = s.id AND v.version = s.version WHERE s.namespace = ? AND s.name NOT IN (SELECT value FROM"
-            " json_each(?)) ORDER BY s.updated DESC LIMIT ? OFFSET ?",
-            (namespace, json.dumps(without), -1 if limit is None else limit, offset),
-        )
-        return [(row[0], Record(*row[1:])) for row in rows]
+    def page(self, namespace: str, *, without: list[int], offset: int, limit: int) -> list[Listed]:
+        """Return sessions, newest first, leaving out those with the ids `without`."""
+        query = f"{_LIST} AND s.id NOT IN (SELECT value FROM json_each(?)) ORDER BY s.updated DESC, s.id DESC LIMIT ? OFFSET ?"
+        return [Listed(*row) for row in self._rows(query, (namespace, json.dumps(without), limit, offset))]
+
+    def named_after(self, namespace: str, name: str, limit: int) -> list[Listed]:
+        """Return the sessions whose names follow `name`, in the order of their names."""
+        rows = self._rows(f"{_LIST} AND s.name > ? ORDER BY s.name LIMIT ?", (namespace, name, limit))
+        return [Listed(*row) for row in rows]
 
     def count(self, namespace: str) -> int:
         """Return the number of sessions."""
         rows = self._rows("SELECT sessions FROM kept_counts WHERE namespace = ?", (namespace,))
         return rows[0][0] if rows else 0
 
-    def known(self, namespace: str, names: list[str]) -> int:
-        """Return how many of these sessions exist."""
-        query = "SELECT count(*) FROM kept_sessions WHERE namespace = ? AND name IN (SELECT value FROM json_each(?))"
-        rows = self._rows(query, (namespace, json.dumps(names))) if names else []
-        return rows[0][0] if rows else 0
+    def ids(self, namespace: str, names: list[str]) -> list[int]:
+        """Return the ids of those of these sessions that exist."""
+        query = "SELECT id FROM kept_sessions WHERE namespace = ? AND name = ?"
+        return [row[0] for name in names for row in self._rows(query, (namespace, name))]
 
     def kept_versions(self, namespace: str, name: str) -> list[int]:
         """Return the versions of a session that can be rewound to, newest first."""
@@ -175,8 +184,7 @@ class SessionDatabase:
 
     def reference_state(self, name: str) -> bytes | None:
         """Return what rwkv_lightning stored under a session's name in the same file, None if nothing."""
-        columns = {row[1] for row in self._rows("PRAGMA table_info(sessions)", ())}
-        if not {"session_id", "state_blob"} <= columns:
+        if not self._has_reference():
             return None
         rows = self._rows("SELECT state_blob FROM sessions WHERE session_id = ?", (name,))
         return rows[0][0] if rows else None
@@ -199,23 +207,28 @@ class SessionDatabase:
                 for name, replay in turn.replays:
                     self._add_replay(connection, turn.namespace, name, replay)
 
-    def delete(self, namespace: str, name: str, *, prefix: bool) -> tuple[bool, int]:
-        """Forget a session, and with `prefix` all "name:…"; return whether it was there and how many were forgotten."""
+    def delete(self, namespace: str, name: str, *, prefix: bool) -> set[str]:
+        """Forget a session, and with `prefix` all "name:…"; return the names of those that were there."""
         if not self._open(create=False):
-            return False, 0
+            return set()
+        tests = [("{0} = ?", (name,)), ("{0} >= ? AND {0} < ?", _range(name))][: 1 + prefix]
+        forgotten: set[str] = set()
         with self._transaction() as connection:
-            one = "SELECT id FROM kept_sessions WHERE namespace = ? AND name = ?"
-            ids = [row[0] for row in connection.execute(one, (namespace, name))]
-            found = bool(ids)
-            connection.execute("DELETE FROM kept_replays WHERE namespace = ? AND name = ?", (namespace, name))
-            if prefix:
-                ids += [row[0] for row in connection.execute(_PREFIXED.format("id"), (namespace, *_range(name)))]
-            for session in ids:
-                for state in self._drop_versions(connection, session, 2**62):
-                    span = (state << STATE_SHIFT, (state + 1) << STATE_SHIFT)
-                    connection.execute("DELETE FROM kept_pieces WHERE id >= ? AND id < ?", span)
-                connection.execute("DELETE FROM kept_sessions WHERE id = ?", (session,))
-        return found, len(ids)
+            for test, values in tests:
+                ours, theirs = f"namespace = ? AND {test.format('name')}", test.format("session_id")
+                connection.execute(f"DELETE FROM kept_replays WHERE {ours}", (namespace, *values))
+                query = f"SELECT id, name FROM kept_sessions WHERE {ours}"
+                for session, found in connection.execute(query, (namespace, *values)).fetchall():
+                    forgotten.add(found)
+                    for state in self._drop_versions(connection, session, 2**62):
+                        span = (state << STATE_SHIFT, (state + 1) << STATE_SHIFT)
+                        connection.execute("DELETE FROM kept_pieces WHERE id >= ? AND id < ?", span)
+                    connection.execute("DELETE FROM kept_sessions WHERE id = ?", (session,))
+                if not namespace and self._has_reference():
+                    rows = connection.execute(f"SELECT session_id FROM sessions WHERE {theirs}", values).fetchall()
+                    forgotten |= {row[0] for row in rows}
+                    connection.execute(f"DELETE FROM sessions WHERE {theirs}", values)
+        return forgotten
 
     def fork(self, namespace: str, record: Record, copies: list[str]) -> None:
         """Make sessions whose version 1 is `record`; none of them may exist."""
@@ -317,6 +330,10 @@ class SessionDatabase:
         limit = max(replay.created - self.replay_seconds, oldest[0] if oldest else 0.0)
         connection.execute("DELETE FROM kept_replays WHERE namespace = ? AND created <= ?", (namespace, limit))
 
+    def _has_reference(self) -> bool:
+        """Whether rwkv_lightning has kept sessions in this file."""
+        return {"session_id", "state_blob"} <= {row[1] for row in self._rows("PRAGMA table_info(sessions)", ())}
+
     def _rows(self, query: str, values: tuple) -> list[tuple]:
         """Return what a query finds; nothing when there is no file yet."""
         if not self._open(create=False):
@@ -367,8 +384,8 @@ class SessionDatabase:
         """Make sure that no other server uses the file; the lock goes with the process, however it ends."""
         try:
             self._lock_file = open(f"{self.path}.lock", "a+", encoding="ascii")  # noqa: SIM115 - held while the file is open
-        except OSError:
-            if not self.path.exists():
+        except OSError as error:
+            if not self.path.exists() or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
             self._read_only = True  # nothing can be made beside it, so nobody writes
             return
@@ -381,9 +398,9 @@ class SessionDatabase:
                 f"another server (process {owner}) uses {self.path}; give this one a file of its own with --state-db",
                 code="state_db_locked",
             ) from None
-        self._lock_file.truncate(0)
-        self._lock_file.write(f"{os.getpid()}\n")
-        self._lock_file.flush()
+        with contextlib.suppress(OSError):  # a full disk: the lock counts, not what the file says
+            os.ftruncate(self._lock_file.fileno(), 0)
+            os.write(self._lock_file.fileno(), b"%d\n" % os.getpid())
 
     def _connect(self) -> None:
         """Open the connection, bring the schema up to date."""
@@ -433,6 +450,10 @@ class SessionDatabase:
 
 
 _RECORD = "v.version, v.state, v.tokens, v.newlines, v.num_bytes, v.updated"
+_LIST = (
+    "SELECT v.updated, s.id, s.name, v.version, v.tokens, v.num_bytes FROM kept_sessions s"
+    " JOIN kept_versions v ON v.session = s.id AND v.version = s.version WHERE s.namespace = ?"
+)
 _PREFIXED = "SELECT {} FROM kept_sessions WHERE namespace = ? AND name >= ? AND name < ?"
 
 

@@ -110,9 +110,10 @@ class StateFile:
         try:
             shift, wkv, elapsed = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             shift, wkv = (t.reshape(dims).clone() for t, dims in zip((shift, wkv), self._shapes(), strict=True))
-            if not {shift.dtype, wkv.dtype} <= set(NAMES):
+            tokens = int(elapsed.reshape(-1)[0])
+            if not {shift.dtype, wkv.dtype} <= set(NAMES) or tokens < 0:
                 raise ValueError
-            return Stored(Snapshot(shift, wkv, int(elapsed.reshape(-1)[0])), 0)
+            return Stored(Snapshot(shift, wkv, tokens), 0)
         except (ValueError, TypeError, RuntimeError, AttributeError, IndexError, EOFError, pickle.UnpicklingError):
             raise _unusable("it is damaged or has another shape than this model's states") from None
 

@@ -1,5 +1,6 @@
 """Sessions on a GPU: every level gives the same bits, copies keep their place among the steps, rows continue from them."""
 
+import queue
 import time
 from collections import defaultdict
 
@@ -11,6 +12,7 @@ from test_worker import GREEDY, Harness
 
 from rwkv_batch.errors import EngineFailed
 from rwkv_batch.prefix_cache import PrefixCache
+from rwkv_batch.request import Request
 from rwkv_batch.scheduler import Scheduler
 from rwkv_batch.session_db import SessionDatabase
 from rwkv_batch.sessions import Session, Status
@@ -103,12 +105,13 @@ def test_a_commit_does_not_hold_up_the_thread_that_makes_it(tmp_path):
 class GpuHarness(Harness):
     """The server's own engine, turned by hand."""
 
-    def __init__(self, sessions, slots=16):
+    def __init__(self, sessions, slots=16, *, shared=True):
         self.engine = engine_of("768", slots)
         self.tokenizer = ByteTokenizer()
         self.tokenizer.token_bytes = [b"", *(b"%d " % i for i in range(1, 4096))]
         self.sessions = sessions
-        self.scheduler = Scheduler(num_slots=slots, prefill_budget=512, mixed=False, prefixes=PrefixCache(2**30))
+        self.scheduler = Scheduler(num_slots=slots, prefill_budget=512, mixed=False)
+        self.scheduler.prefixes = PrefixCache(2**30) if shared else None
         self.worker = Worker(self.engine, self.scheduler, self.tokenizer, self.deliver, sessions=sessions)
         self.texts, self.finishes, self.failures = defaultdict(lambda: defaultdict(str)), defaultdict(dict), {}
 
@@ -117,30 +120,98 @@ class GpuHarness(Harness):
         while worker._ongoing or worker._step or worker._leasing or worker._inbox._queue.qsize():
             worker.turn()
 
+    def turn(self, id, name, prompt, **fields):
+        """Run one turn of a session and return its text."""
+        self.submit(id, [prompt], session=Session(name=name, separate=False, **fields), max_tokens=20, sampling=GREEDY)
+        self.run()
+        return self.texts[id][0]
+
 
 def pool_for(engine, path, **options):
     weights = engine.model.weights
     return StatePool(SessionDatabase(path), StateFile(weights.fingerprint, weights.shape), DEVICE, **options)
 
 
+def kept(sessions: StatePool, name: str) -> Snapshot:
+    """The state of a session, on the host."""
+    found: queue.SimpleQueue = queue.SimpleQueue()
+    session = Session(name=name, keep=False)
+    sessions.lease(Request(id=f"kept {name}", prompts=[[1]], sampling=GREEDY, max_tokens=1, session=session), found.put)
+    state = found.get(timeout=10).initial()
+    return Snapshot(state.shift.cpu(), state.wkv.cpu(), state.elapsed)
+
+
 def test_turns_continue_alike_from_every_level(tmp_path):
-    texts = set()
-    prompt = list(range(1, 40))
-    for name, limits in {"l1": (9, 9), "l2": (1, 9), "db": (1, 0)}.items():
-        sessions = pool_for(engine_of("768", 16), tmp_path / f"{name}.db", l1_sessions=limits[0], l2_sessions=limits[1])
+    """The same bits and the same text, from device memory, host memory, disk, and after a restart."""
+    texts, states, prompt = set(), [], list(range(1, 40))
+    for name, limits in {"l1": (9, 9), "l2": (1, 9), "db": (1, 0), "restart": (9, 9)}.items():
+        options = {"l1_sessions": limits[0], "l2_sessions": limits[1]}
+        sessions = pool_for(engine_of("768", 16), tmp_path / f"{name}.db", **options)
         harness = GpuHarness(sessions)
-        for turn, session in enumerate(("s", "x", "y", "z", "s")):
-            harness.submit(f"{turn}", [prompt], session=Session(name=session, separate=False), max_tokens=20, sampling=GREEDY)
-            harness.run()
-        assert harness.finishes["4"][0].session.version == 2
-        stats = sessions.stats()
-        assert stats[f"state_loads_{name}_total"] >= 1
-        texts.add(harness.texts["4"][0])
+        for session in ("s", "x", "y", "z"):
+            harness.turn(session, session, prompt)
+        if name == "restart":
+            sessions.close()
+            sessions = pool_for(engine_of("768", 16), tmp_path / f"{name}.db", **options)
+            harness = GpuHarness(sessions)
+        texts.add(harness.turn("again", "s", prompt))
+        assert harness.finishes["again"][0].session.version == 2
+        assert sessions.stats()[f"state_loads_{'db' if name == 'restart' else name}_total"] >= 1
+        states.append(kept(sessions, "s"))
         sessions.close()
     assert len(texts) == 1
+    assert all(same(state, states[0]) for state in states)
 
 
-def test_shared_prefixes_are_fed_once(tmp_path):
+def test_a_cancelled_turn_leaves_the_session_as_it_was(tmp_path):
+    sessions = pool_for(engine_of("768", 16), tmp_path / "s.db")
+    harness, prompt = GpuHarness(sessions), list(range(1, 40))
+    for name in ("s", "control"):
+        harness.turn(name, name, prompt)
+    before = kept(sessions, "s")
+    for cut in (1, 2, 3, 20, 40):
+        harness.submit("long", [prompt], session=Session(name="s", separate=False), max_tokens=100_000, sampling=GREEDY)
+        for _ in range(cut):
+            harness.worker.turn()
+        harness.worker.cancel("long")
+        harness.run()
+        assert same(kept(sessions, "s"), before)
+    assert harness.turn("next", "s", prompt) == harness.turn("next of control", "control", prompt)
+    assert harness.scheduler.num_free == 16
+    sessions.close()
+
+
+def test_many_rows_start_from_one_session_in_one_step(tmp_path):
+    sessions = pool_for(engine_of("768", 16), tmp_path / "s.db")
+    harness, prompt = GpuHarness(sessions), list(range(1, 40))
+    harness.turn("s", "s", prompt)
+    session = Session(name="s", keep=False, separate=False)
+    harness.submit("rows", [prompt] * 16, session=session, max_tokens=20, sampling=GREEDY, loop="sync")
+    harness.run()
+    assert {harness.finishes["rows"][row].reason for row in range(16)} == {"length"}
+    assert len(set(harness.texts["rows"].values())) == 1
+    assert sessions.stats()["state_commits_total"] == 1
+    sessions.close()
+
+
+def test_a_prefix_from_the_cache_gives_the_text_it_gives_without():
+    """Prompts of which the last step feeds the same 32 tokens with and without the cache, so that the numbers are the same."""
+    prefix = [1 + i % 4000 for i in range(512)]
+    prompts = [prefix + [1 + (17 * i + 31 * k) % 4000 for i in range(32)] for k in range(12)]
+    texts = []
+    for shared in (False, True):
+        harness = GpuHarness(None, shared=shared)
+        for number, text in enumerate(prompts):
+            harness.submit(f"{number}", [text], max_tokens=32, sampling=GREEDY)
+            harness.run()
+        texts.append([harness.texts[f"{number}"][0] for number in range(len(prompts))])
+        cached = [harness.finishes[f"{number}"][0].cached_tokens for number in range(len(prompts))]
+        assert cached == [0, *[512 if shared else 0] * (len(prompts) - 1)]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 1
+
+
+def test_shared_prefixes_are_fed_once():
     harness = GpuHarness(None)
     prompt = [1 + i % 4000 for i in range(2000)]
     harness.submit("r", [prompt] * 16, max_tokens=16, sampling=GREEDY)
