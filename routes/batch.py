@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from routes.chat import Document, reply_to, usage_of
 from routes.reply import Answer, Call, Plain, json_reply
-from routes.schemas import Body, ContentsBody, Message, PromptsBody, validate
+from routes.schemas import Body, ContentsBody, Messages, PromptsBody, Texts, validate
 from rwkv_batch import prompts
 from rwkv_batch.errors import InvalidRequest
 from sampling.params import SamplingParams
@@ -24,7 +24,7 @@ class BatchPromptsBody(PromptsBody):
     """The form with `prompts`: greedy, whatever `temperature` says; only `noise`, when it was sent, changes that."""
 
     field: ClassVar[str] = "prompts"
-    prompts: list[str] = Field(default_factory=list)
+    prompts: Texts = Field(default_factory=list)
     max_tokens: int = Field(100, ge=0, le=2**31 - 1)
 
     @field_validator("prompts", mode="before")
@@ -83,9 +83,15 @@ class CountBody(Body):
     """What to count: the first of the three that is there."""
 
     text: str | None = None
-    messages: list[Message] | None = None
-    contents: list[str] | None = None
+    messages: Messages | None = None
+    contents: Texts | None = None
     enable_think: bool = False
+
+    @field_validator("contents", mode="before")
+    @classmethod
+    def one_is_a_list(cls, value: Any) -> Any:
+        """A bare text is a list of one."""
+        return [value] if isinstance(value, str) else value
 
     def joined(self) -> str:
         """The text whose tokens count. Raises InvalidRequest when there is none."""

@@ -1,12 +1,12 @@
 """POST /big_batch/completions and its relatives: many rows, one plain sampler, always a stream."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from routes.chat import NATIVE_ID, reply_to
 from routes.reply import JSON, Answer, Call, Plain, json_reply
-from routes.schemas import ContentsBody, Message
+from routes.schemas import ContentsBody, Messages
 from rwkv_batch import prompts
 from sampling.params import SamplingParams
 
@@ -18,7 +18,7 @@ class Chat(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    messages: list[Message]
+    messages: Messages
     system: str | None = None
 
 
@@ -29,7 +29,7 @@ class BigBatchBody(ContentsBody):
     """
 
     field: ClassVar[str] = "contents"
-    chats: list[Chat] = Field(default_factory=list)
+    chats: Annotated[list[Chat], Field(fail_fast=True)] = Field(default_factory=list)
 
     def texts(self) -> list[str]:
         """The raw prompts, or one prompt for each conversation."""

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from routes import openai
 from routes.reply import DONE, Answer, Call, Plain, dumps, error_document, sse
-from routes.schemas import ContentsBody, Message, PromptsBody, validate
+from routes.schemas import ContentsBody, Messages, PromptsBody, validate
 from rwkv_batch import prompts
 from rwkv_batch.channel import Event, error_of
 from rwkv_batch.errors import EngineFailed, InvalidRequest
@@ -34,7 +34,7 @@ class V2Body(ContentsBody):
 class V3Body(ContentsBody):
     """Texts that each become the one turn of a chat, or the messages of one conversation."""
 
-    messages: list[Message] = Field(default_factory=list)
+    messages: Messages = Field(default_factory=list)
 
     def texts(self) -> list[str]:
         """The prompts; `contents` wins over `messages`."""

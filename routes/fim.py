@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from routes.chat import NATIVE_ID, reply_to
 from routes.reply import Answer, Call, Plain
-from routes.schemas import PromptsBody
+from routes.schemas import PromptsBody, Texts
 from rwkv_batch import prompts
 from rwkv_batch.errors import InvalidRequest
 
@@ -15,8 +15,8 @@ class FimBody(PromptsBody):
     """Prefixes and suffixes, pair by pair. Without stops of its own a row ends at the mark that would begin the next one."""
 
     field: ClassVar[str] = "prefix"
-    prefix: list[str] = Field(default_factory=list)
-    suffix: list[str] = Field(default_factory=list)
+    prefix: Texts = Field(default_factory=list)
+    suffix: Texts = Field(default_factory=list)
     stop_tokens: list[int | str] = Field(default_factory=lambda: [prompts.FIM_MARK])
 
     @field_validator("prefix", "suffix", mode="before")

@@ -126,14 +126,15 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         """Counts over all choices, which have ended; a prompt with several choices counts once."""
         completion = sum(finish.completion_tokens for finish in self.finishes.values())
-        cached = 0
+        prompt = cached = 0
         for first in range(0, self.num_choices, self.num_copies):
             copies = range(first, first + self.num_copies)  # all but one share what that one computed
+            prompt += self.finishes[first].prompt_tokens
             cached += min(self.finishes[index].cached_tokens for index in copies)
         return {
-            "prompt_tokens": self.num_prompt,
+            "prompt_tokens": prompt,
             "completion_tokens": completion,
-            "total_tokens": self.num_prompt + completion,
+            "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {"reasoning_tokens": self.num_reasoning},
         }
@@ -357,7 +358,7 @@ class CompletionAnswer(Answer):
 
     def _echo(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):
-            return prompt
+            return "" if prompt == END_TEXT else prompt  # it was fed as token 0, whose text is empty
         return b"".join(self.vocabulary.token_bytes[token] for token in prompt).decode(errors="replace")
 
 

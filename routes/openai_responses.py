@@ -2,51 +2,34 @@
 number of times; its text is not kept.
 """
 
-import contextlib
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from routes.openai import answer_with
 from routes.openai_answers import Answer, new_id
 from routes.openai_schemas import GenerationBody, read
 from routes.reply import DONE, Call, Plain, dumps, error_document, json_reply
 from routes.reply import Answer as Stream
-from routes.schemas import MAX_ID
+from routes.schemas import MAX_ID, Message, Texts
 from rwkv_batch import prompts
 from rwkv_batch.channel import Event, error_of
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, NotFound, RwkvBatchError
 from rwkv_batch.prompts import Turn
-from rwkv_batch.request import Delta, Failure, Request
+from rwkv_batch.request import Delta, Failure, Finish, Request
 from rwkv_batch.sessions import Delete, Fork, Session
 
 TAIL = "Assistant:"  # without a thought
 PREFIX = "resp"
-TEXT_PARTS = ("text", "input_text", "output_text")
+MAX_METADATA = 16
 
 
-class Item(BaseModel):
-    """One message of the input."""
+class Item(Message):
+    """One message of the input; other items are refused."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"] = "user"
-    content: str = ""
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def join_parts(cls, value: Any) -> Any:
-        """Null is no text; parts of text are joined."""
-        if not isinstance(value, list):
-            return "" if value is None else value
-        parts = [part.get("text") if isinstance(part, dict) and part.get("type") in TEXT_PARTS else None for part in value]
-        if not all(isinstance(text, str) for text in parts):
-            raise ValueError("only text parts can be read")
-        return "".join(parts)
-
-    def turn(self) -> Turn:
-        """For the chat template."""
-        return Turn("system" if self.role == "developer" else self.role, self.content)
 
 
 class ResponseBody(GenerationBody):
@@ -54,7 +37,7 @@ class ResponseBody(GenerationBody):
 
     field: ClassVar[str] = "input"
 
-    input: list[Item] = Field(default_factory=list)
+    input: Annotated[list[Item], Field(fail_fast=True)] = Field(default_factory=list)
     instructions: str = ""
     previous_response_id: str | None = None
     max_output_tokens: int | None = Field(None, ge=0, le=MAX_ID)
@@ -64,10 +47,11 @@ class ResponseBody(GenerationBody):
     metadata: dict[str, str] = Field(default_factory=dict)
     text: dict[str, Any] = Field(default_factory=dict)
     reasoning: dict[str, Any] = Field(default_factory=dict)
-    include: list[str] = Field(default_factory=list)
+    include: Texts = Field(default_factory=list)
     background: bool = False
     top_logprobs: int = 0
     conversation: Any = None
+    prompt: Any = None
     _own_id: str = PrivateAttr(default_factory=lambda: new_id(PREFIX))
 
     @field_validator("input", mode="before")
@@ -76,6 +60,14 @@ class ResponseBody(GenerationBody):
         """A text is a user's message, alone or in a list."""
         items = [value] if isinstance(value, str) else value
         return [{"content": item} if isinstance(item, str) else item for item in items] if isinstance(items, list) else items
+
+    @field_validator("metadata", mode="before")
+    @classmethod
+    def bound_metadata(cls, value: Any) -> Any:
+        """As many as OpenAI allows."""
+        if isinstance(value, dict) and len(value) > MAX_METADATA:
+            raise ValueError(f"at most {MAX_METADATA} entries")
+        return value
 
     @property
     def own_id(self) -> str:
@@ -91,6 +83,7 @@ class ResponseBody(GenerationBody):
             "n": self.n > 1,
             "background": self.background,
             "conversation": self.conversation is not None,
+            "prompt": self.prompt is not None,
             "include": "message.output_text.logprobs" in self.include,
             "top_logprobs": self.top_logprobs > 0,
             "reasoning": self.reasoning.get("effort") not in (None, "none", "minimal"),
@@ -119,6 +112,7 @@ class ResponseAnswer(Answer):
 
     def __init__(self, call: Call, body: ResponseBody, request: Request):
         super().__init__(call, body, request)
+        self.call = call
         self.body = body
         self.item_id = new_id("msg")
         self.parts: list[str] = []
@@ -133,6 +127,11 @@ class ResponseAnswer(Answer):
         if text:
             self.parts.append(text)
         return text
+
+    def _note(self, finish: Finish) -> None:
+        super()._note(finish)
+        if self.error is None:
+            self.call.undo = None  # the state is kept
 
     def finished(self) -> dict[str, Any]:
         """The response when it has ended."""
@@ -234,18 +233,13 @@ async def create(call: Call) -> Plain | Stream:
     previous = body.previous_response_id
     if previous is not None and not previous.startswith(PREFIX + "_"):
         raise missing(previous)
-    copied = previous is not None and body.store
     try:
-        if copied:
+        if previous is not None and body.store:
             await call.site.manage(Fork(namespace=call.namespace, name=previous, copies=[body.own_id]))
+            call.undo = Delete(namespace=call.namespace, name=body.own_id)
         return await answer_with(call, request, ResponseAnswer(call, body, request), stream=body.stream)
     except NotFound:
         raise missing(previous) from None
-    except RwkvBatchError:
-        if copied:
-            with contextlib.suppress(RwkvBatchError):
-                await call.site.manage(Delete(namespace=call.namespace, name=body.own_id))
-        raise
 
 
 async def delete(call: Call) -> Plain:

@@ -5,12 +5,25 @@ refused by name.
 import json
 import logging
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from routes.schemas import DEFAULT_STOPS, MAX_ID, Body, Message, PromptsBody, SomeBody, session_name, validate
+from routes.schemas import (
+    DEFAULT_STOPS,
+    MAX_ID,
+    MAX_NAME,
+    MAX_STOPS,
+    Body,
+    Ids,
+    Messages,
+    PromptsBody,
+    SomeBody,
+    Texts,
+    session_name,
+    validate,
+)
 from rwkv_batch import prompts
 from rwkv_batch.config import Config
 from rwkv_batch.errors import BatchTooLarge, InvalidRequest
@@ -72,6 +85,7 @@ IGNORED = {
     "include", "truncation", "background", "text", "priority", "prediction", "request_id",
 }  # fmt: skip
 MAX_NOTED = 256
+MAX_BIASES = 65536
 noted: set[str] = set()  # unknown fields that were logged
 
 THINK_TYPES = {
@@ -90,7 +104,7 @@ def read(kind: type[SomeBody], data: dict[str, Any]) -> SomeBody:
     for name in data.keys() - kind.model_fields.keys() - REFUSED.keys() - IGNORED - noted:
         if len(noted) < MAX_NOTED:
             noted.add(name)
-            log.info("the field %s of a request is not known and ignored", json.dumps(name[:64]))
+            log.info("the field %s of a request is not known and ignored", json.dumps(name[:MAX_NAME]))
     return validate(kind, data)
 
 
@@ -105,6 +119,7 @@ class GenerationBody(PromptsBody):
     """What all generating routes share; the defaults are those of the reference's OpenAI route."""
 
     loop: ClassVar[Loop] = "continuous"
+    stop_field: ClassVar[str] = "stop"
     default_stops: ClassVar[list[int | str]] = DEFAULT_STOPS
 
     max_tokens: int = Field(4096, ge=0, le=MAX_ID)
@@ -117,7 +132,7 @@ class GenerationBody(PromptsBody):
     presence_penalty: float | None = Field(None, ge=-100, le=100)
     frequency_penalty: float | None = Field(None, ge=-100, le=100)
     stop: list[int | str] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: Ids = Field(default_factory=list, max_length=MAX_STOPS)
     logit_bias: dict[int, float] = Field(default_factory=dict)
     n: int = Field(1, ge=1, le=MAX_ID)
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
@@ -128,6 +143,14 @@ class GenerationBody(PromptsBody):
     def read_stop(cls, value: Any) -> Any:
         """As `stop_tokens`."""
         return cls.read_stops(value)
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def bound_entries(cls, value: Any) -> Any:
+        """So many that they are refused before they are looked at; the setting is lower."""
+        if isinstance(value, dict) and len(value) > MAX_BIASES:
+            raise ValueError(f"at most {MAX_BIASES} entries")
+        return value
 
     @field_validator("logit_bias")
     @classmethod
@@ -189,23 +212,11 @@ class GenerationBody(PromptsBody):
         return msgspec.structs.replace(super().to_request(request_id, config, encode), copies=self.n)
 
 
-class ChatMessage(Message):
-    """One message; a tool's result becomes a user turn, as the models were trained."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"] = "user"
-
-    def turn(self) -> Turn:
-        """For the chat template."""
-        if self.role in ("tool", "function"):
-            return Turn("user", prompts.FUNCTION_OUTPUT + self.content)
-        return super().turn()
-
-
 class Conversation(BaseModel):
     """The fields that make a chat's prompt."""
 
-    messages: list[ChatMessage] = Field(default_factory=list)
-    contents: list[str] = Field(default_factory=list)  # further user texts
+    messages: Messages = Field(default_factory=list)
+    contents: Texts = Field(default_factory=list)  # further user texts
     system: str = ""
     think_type: str | None = None
     enable_think: bool | None = None
@@ -295,12 +306,12 @@ class ChatBody(GenerationBody, Conversation):
         super().check_limits(config)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs: needs logprobs true", param="top_logprobs")
-        if self.session_id is not None and self.n > 1:
+        if self.session_id and self.n > 1:
             raise InvalidRequest("n: a session takes one choice at a time", param="n")
 
     def session(self, config: Config) -> Session | None:
         """The state that the new messages continue."""
-        return None if self.session_id is None else Session(name=session_name(self.session_id, config))
+        return Session(name=session_name(self.session_id, config)) if self.session_id else None
 
     def to_request(self, request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
         """The engine's form; tokens come one by one where a thought is told from the answer, so that they can be counted."""
@@ -314,7 +325,7 @@ class CompletionBody(GenerationBody):
     field: ClassVar[str] = "prompt"
     default_stops: ClassVar[list[int | str]] = []
 
-    prompt: list[str | list[int]] = Field(default_factory=lambda: [END_TEXT])
+    prompt: Annotated[list[str | Ids], Field(fail_fast=True)] = Field(default_factory=lambda: [END_TEXT])
     suffix: str | None = None
     max_tokens: int = Field(16, ge=0, le=MAX_ID)
     alpha_presence: float = Field(0.0, ge=-100, le=100)

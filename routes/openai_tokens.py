@@ -5,7 +5,7 @@ from pydantic import Field
 from routes.openai_answers import Vocabulary
 from routes.openai_schemas import END_IDS, END_TEXT, Conversation, read
 from routes.reply import Call, Plain, json_reply
-from routes.schemas import Body
+from routes.schemas import Body, Ids
 from rwkv_batch.errors import InvalidRequest, Unavailable
 from rwkv_batch.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ class TokenizeBody(Body, Conversation):
 class DetokenizeBody(Body):
     """Ids."""
 
-    tokens: list[int] = Field(default_factory=list)
+    tokens: Ids = Field(default_factory=list)
 
 
 class TemplateBody(Body, Conversation):
@@ -52,6 +52,8 @@ async def tokenize(call: Call) -> Plain:
 async def detokenize(call: Call) -> Plain:
     """POST detokenize: the text of ids."""
     ids = read(DetokenizeBody, call.body).tokens
+    if len(ids) > call.config.max_prompt_tokens:
+        raise InvalidRequest(f"tokens: at most {call.config.max_prompt_tokens}", param="tokens")
     text = END_TEXT if ids == END_IDS else tokenizer_of(call).decode(ids)
     return json_reply({"prompt": text, "content": text})
 

@@ -124,6 +124,7 @@ class Call:
     nested whether errors have OpenAI's form
     caller name of the API key it came with, else OWNER
     given_id the caller's own X-Request-Id, "" without one
+    undo   order to the sessions that is given when the call ends, for what was done before an answer that then failed
     """
 
     site: "Site"
@@ -145,6 +146,7 @@ class Call:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     ticket: Ticket | None = None
+    undo: Action | None = None
 
     @property
     def config(self) -> Config:
@@ -443,6 +445,9 @@ class Site:
 
     def finished(self, call: Call, how: str = "done") -> None:
         """Note the end of a call."""
+        if call.undo is not None:
+            with contextlib.suppress(RwkvBatchError):
+                self.client.manage(call.undo, lambda _: None)
         seconds = time.monotonic() - call.began
         ticket = call.ticket
         if call.status >= 400:
@@ -599,7 +604,7 @@ def telling(translate: Callable[[Event], bytes | None], tell: Callable[[], None]
 def read_body(request: RobynRequest, limit: int) -> bytes:
     """The at most `limit` bytes of a body. Raises TooLarge, and InvalidRequest for one that is compressed or was cut off."""
     declared = request.headers.get("content-length") or ""
-    size = int(declared) if declared.isdigit() and len(declared) < 20 else None
+    size = int(declared) if declared.isdecimal() and len(declared) < 20 else None
     if (size is not None and size > limit) or len(request.body) > limit:
         raise TooLarge(f"the body is over {limit / 2**20:.4g} MiB")
     if (request.headers.get("content-encoding") or "identity").lower() != "identity":
@@ -612,7 +617,7 @@ def read_body(request: RobynRequest, limit: int) -> bytes:
     return body
 
 
-PROXY_HEADERS = ("x-forwarded-for", "x-real-ip", "forwarded")
+PROXY_HEADERS = ("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "forwarded", "via")
 
 
 def from_this_host(call: Call) -> bool:
@@ -661,7 +666,7 @@ def endpoint(
                 site.authorize(request.headers, {})
             if reads == "json":
                 data = read_body(request, site.config.max_body_bytes)
-                call.body = {} if may_be_empty and not data else schemas.parse(data, site.config.max_body_depth)
+                call.body = {} if may_be_empty and not data else schemas.parse(data, site.config)
             elif reads == "file":
                 call.body = {key: unquote(values[-1]) for key, values in request.query_params.to_dict().items()}
                 call.file = read_body(request, site.max_file_bytes)

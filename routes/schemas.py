@@ -6,12 +6,15 @@ Every refusal is InvalidRequest and names the field; no message repeats what the
 
 import json
 import math
+import re
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from itertools import accumulate
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from rwkv_batch import prompts
 from rwkv_batch.config import Config
 from rwkv_batch.errors import BatchTooLarge, InvalidRequest
 from rwkv_batch.prompts import Turn
@@ -22,6 +25,16 @@ from sampling.params import SamplingParams
 DEFAULT_STOPS: list[int | str] = ["\nUser:"]  # token 0 always ends a row, listed or not
 MAX_ID = 2**31 - 1
 END_ID = 0
+MAX_STOPS = 4096  # more are refused before they are looked at; the setting is lower
+MAX_NAME = 64  # characters of a client's own key that an error names
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+# Checking ends at the first wrong entry, for an error about each of millions takes gigabytes.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True)]
+
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 SomeBody = TypeVar("SomeBody", bound="Body")
 
@@ -41,11 +54,13 @@ class Body(BaseModel):
 
 
 class SamplingBody(Body):
-    """The sampling fields; defaults are those of the newest reference."""
+    """The sampling fields; defaults are those of the newest reference. `stop_field` is what errors call the stops."""
+
+    stop_field: ClassVar[str] = "stop_tokens"
 
     max_tokens: int = Field(8192, ge=0, le=MAX_ID)
     stop_tokens: list[int | str] = Field(default_factory=DEFAULT_STOPS.copy)
-    temperature: float = Field(1.0, ge=0, le=100)
+    temperature: float = Field(1.0, ge=0, le=1000)
     top_k: int = Field(50, ge=-1, le=MAX_ID)
     top_p: float = Field(0.6, ge=-1, le=1)
     alpha_presence: float = Field(2.0, ge=-100, le=100)
@@ -65,6 +80,8 @@ class SamplingBody(Body):
     def read_stops(cls, value: Any) -> Any:
         """One entry or a list; ids are numbers, everything written as text is text."""
         entries = value if isinstance(value, list) else [value]
+        if len(entries) > MAX_STOPS:
+            raise ValueError(f"at most {MAX_STOPS} entries")
         return [stop for stop in (_stop(entry) for entry in entries) if stop != ""]
 
     def sampling(self) -> SamplingParams:
@@ -84,11 +101,13 @@ class SamplingBody(Body):
     def stops(self, config: Config) -> tuple[list[int], list[bytes]]:
         """Ids and texts that end a row. Raises InvalidRequest above the limits."""
         if len(self.stop_tokens) > config.max_stops:
-            raise InvalidRequest(f"stop_tokens: at most {config.max_stops} entries", param="stop_tokens")
+            raise InvalidRequest(f"{self.stop_field}: at most {config.max_stops} entries", param=self.stop_field)
         ids = [stop for stop in self.stop_tokens if isinstance(stop, int)]
         texts = [stop.encode() for stop in self.stop_tokens if isinstance(stop, str)]
         if any(len(text) > config.max_stop_bytes for text in texts):
-            raise InvalidRequest(f"stop_tokens: at most {config.max_stop_bytes} bytes for one text", param="stop_tokens")
+            raise InvalidRequest(
+                f"{self.stop_field}: at most {config.max_stop_bytes} bytes for one text", param=self.stop_field
+            )
         return ids, texts
 
     def check_limits(self, config: Config) -> None:
@@ -143,7 +162,7 @@ class PromptsBody(SamplingBody):
 class ContentsBody(PromptsBody):
     """A body with raw prompts: native chat completions and its relatives."""
 
-    contents: list[str] = Field(default_factory=list)
+    contents: Texts = Field(default_factory=list)
 
     @field_validator("contents", mode="before")
     @classmethod
@@ -161,8 +180,14 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    role: str = "user"
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"] = "user"
     content: str = ""
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def lower_role(cls, value: Any) -> Any:
+        """Some clients write "User"; null is the default."""
+        return value.lower() if isinstance(value, str) else "user" if value is None else value
 
     @field_validator("content", mode="before")
     @classmethod
@@ -170,14 +195,22 @@ class Message(BaseModel):
         """Null is no text; parts are texts or {"type": "text", "text": ...}."""
         if not isinstance(value, list):
             return "" if value is None else value
-        texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in value]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("only text parts can be read")
+        texts = []
+        for part in value:
+            text = part.get("text") if isinstance(part, dict) and part.get("type") in TEXT_PARTS else part
+            if not isinstance(text, str):
+                raise ValueError("only text parts can be read")
+            texts.append(text)
         return "".join(texts)
 
     def turn(self) -> Turn:
-        """For the chat template; "developer" is another word for "system"."""
+        """For the chat template; a tool's result becomes a user turn, as the models were trained."""
+        if self.role in ("tool", "function"):
+            return Turn("user", prompts.FUNCTION_OUTPUT + self.content)
         return Turn("system" if self.role == "developer" else self.role, self.content)
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True)]
 
 
 def prompt_ids(texts: list[str], field: str, config: Config, encode: Callable[[str], list[int]]) -> list[list[int]]:
@@ -215,8 +248,9 @@ def _stop(entry: Any) -> int | str:
     return entry
 
 
-def parse(data: bytes, max_depth: int) -> dict[str, Any]:
+def parse(data: bytes, config: Config) -> dict[str, Any]:
     """The object in a JSON body; of a repeated key the last value counts. Raises InvalidRequest."""
+    check_nesting(data, config)
     try:
         found = pydantic_core.from_json(data, allow_inf_nan=True)
     except ValueError as error:
@@ -226,19 +260,18 @@ def parse(data: bytes, max_depth: int) -> dict[str, Any]:
         raise InvalidRequest(f"Invalid JSON: {error}") from None
     if not isinstance(found, dict):
         raise InvalidRequest("invalid request: the body must be a JSON object")
-    level: list[Any] = [found]
-    depth = 0
-    while level:
-        depth += 1
-        if depth > max_depth:
-            raise InvalidRequest(f"invalid request: nested deeper than {max_depth} levels")
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
     return found
+
+
+def check_nesting(data: bytes, config: Config) -> None:
+    """Raise InvalidRequest for JSON that is nested too deep or has too many parts, before any of it takes memory."""
+    if data.count(b"[") + data.count(b"{") <= config.max_body_depth:
+        return
+    brackets = _STRING.sub(b"", data).translate(None, _NOT_BRACKETS)
+    if brackets.count(b"[") + brackets.count(b"{") > config.max_body_parts:
+        raise InvalidRequest(f"invalid request: more than {config.max_body_parts} arrays and objects")
+    if max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0) > config.max_body_depth:
+        raise InvalidRequest(f"invalid request: nested deeper than {config.max_body_depth} levels")
 
 
 def _surrogate_field(data: bytes) -> str | None:
@@ -265,7 +298,8 @@ def validate(kind: type[SomeBody], data: dict[str, Any]) -> SomeBody:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ""
         for part in first["loc"]:
-            field += f"[{part}]" if isinstance(part, int) else f".{part}" if field else str(part)
+            name = str(part)[:MAX_NAME]
+            field += f"[{name}]" if isinstance(part, int) else f".{name}" if field else name
         message = first["msg"].removeprefix("Value error, ")
         raise InvalidRequest(f"invalid request: {field}: {message}", param=field) from None
     except OverflowError:

@@ -6,12 +6,12 @@ one text never costs the others theirs.
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, field_validator
 
 from routes.reply import OFF_LOOP_CHARACTERS, Answer, Call, Plain, json_reply
-from routes.schemas import Body, validate
+from routes.schemas import Body, Texts, validate
 from rwkv_batch import languages, prompts
 from rwkv_batch.channel import Event, error_of
 from rwkv_batch.errors import EngineFailed, InvalidRequest, RwkvBatchError
@@ -22,6 +22,8 @@ from sampling.params import SamplingParams
 GREEDY = SamplingParams(temperature=0.0, alpha_presence=0.0, alpha_frequency=0.0)
 AUTO = "auto"
 MAX_PARTS = 8  # paragraphs and gaps for each text that a call may have
+MAX_PLACEHOLDER = 256  # characters of one
+MAX_SEARCH = 2**26  # characters of texts times those of placeholders: a search that takes longer would hold up the process
 OPENAI_BODY = (
     "this path takes source_lang, target_lang and text_list; for messages, the OpenAI form, the URL is /v1/chat/completions"
 )
@@ -32,8 +34,8 @@ class TranslateBody(Body):
 
     source_lang: str = Field(AUTO, max_length=64)
     target_lang: str = Field(max_length=64)
-    text_list: list[str]
-    placeholders: list[str] = Field(default_factory=list)
+    text_list: Texts
+    placeholders: list[Annotated[str, Field(max_length=MAX_PLACEHOLDER)]] = Field(default_factory=list, fail_fast=True)
 
     @field_validator("text_list", mode="before")
     @classmethod
@@ -61,6 +63,8 @@ async def batch_translate(call: Call) -> Plain | Answer:
         raise InvalidRequest(f"text_list: at most {call.config.max_prompts} texts", param="text_list")
     if len(body.placeholders) > call.config.max_placeholders:
         raise InvalidRequest(f"placeholders: at most {call.config.max_placeholders}", param="placeholders")
+    if sum(map(len, body.text_list)) * sum(map(len, body.placeholders)) > MAX_SEARCH:
+        raise InvalidRequest("placeholders: too many for so much text; send it in several requests", param="placeholders")
     work = Work(call, language_code(body.target_lang, "target_lang"), Placeholders(body.placeholders))
     source = AUTO if body.source_lang.lower() == AUTO else language_code(body.source_lang, "source_lang")
     return await call.site.later(call, answer(work, body, source, single=single and short, short=short))
@@ -181,7 +185,7 @@ class Work:
 
     def _key(self, paragraph: Paragraph) -> tuple:
         info = self.site.client.info
-        return (*paragraph, self.placeholders.key, info.fingerprint if info else "")
+        return (*paragraph, self.placeholders.key, self.call.namespace, info.fingerprint if info else "")
 
     async def _generate(self, wanted: list[Paragraph]) -> dict[Paragraph, str | RwkvBatchError]:
         """Ask the model; a paragraph for which it says nothing stays as it is."""
@@ -211,6 +215,7 @@ class Work:
                 stop_texts=stops,
                 loop="continuous",
                 chunk_size=0,
+                namespace=self.call.namespace,
             )
             groups.append(Group(request, [paragraph for paragraph, _ in group]))
         await asyncio.gather(*(group.run(self.call) for group in groups))
