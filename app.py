@@ -3,7 +3,8 @@ ends them together.
 
 Children are fresh interpreters of this same file (`--role`), each with one socket to the supervisor as its standard input: the
 settings come in by it, orders and reports pass over it, and its end means that the other side is dead. Exit codes: 0 orderly,
-2 wrong setting, busy port or unusable checkpoint, 70 a step failed or hung (engine), 71 too many crashes (supervisor).
+2 wrong setting, busy port or unusable checkpoint, 70 a step failed or hung (engine) or a thread died, 71 too many crashes
+(supervisor).
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import selectors
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -38,8 +40,8 @@ log = logging.getLogger("rwkv_batch.app")
 
 EXIT_USAGE, EXIT_ENGINE, EXIT_CRASHES = 2, 70, 71
 FOLDER_PREFIX = "rwkv-batch-"
+MAX_BASE = 68  # bytes of the path before that: those of a socket may be 103 in all
 HTTP_STOP_SECONDS = 3.0  # from the order to stop until a process is killed
-ENGINE_STOP_SECONDS = 20.0
 STEADY_SECONDS = 10.0  # a process that lived longer has started well
 MAX_FAILED_STARTS = 5
 SWITCH_SECONDS = 0.05  # the HTTP processes' threads hold the interpreter's lock for microseconds; forced switches only cost
@@ -75,7 +77,8 @@ class Child:
         command = [sys.executable, os.path.abspath(__file__), "--role", role]
         self.process = subprocess.Popen(command, stdin=theirs, env=environ, process_group=0)
         theirs.close()
-        self.socket.sendall(msgspec.json.encode(Birth(config, str(folder), index, os.getpid())) + b"\n")
+        with contextlib.suppress(OSError):  # it has ended already: the next turn finds it dead
+            self.socket.sendall(msgspec.json.encode(Birth(config, str(folder), index, os.getpid())) + b"\n")
         self.socket.setblocking(False)
 
     @property
@@ -229,13 +232,14 @@ class Supervisor:
     def stop(self) -> int:
         """End the HTTP processes, then the engine; what does not end in time, or before the next signal, is killed."""
         code = 0
-        for role, seconds in (("http", HTTP_STOP_SECONDS), ("engine", ENGINE_STOP_SECONDS)):
+        for role, seconds in (("http", HTTP_STOP_SECONDS), ("engine", self.config.engine_stop_seconds)):
             group = [child for child in self.children if child.role == role]
             for child in group:
                 child.order("stop")
             deadline = time.monotonic() + seconds
             while any(child.process.poll() is None for child in group):
                 if self.signals or time.monotonic() > deadline:
+                    log.error("killing what has not ended: %s", ", ".join(child.name for child in group))
                     return 1  # `run` kills the rest
                 time.sleep(0.01)
             if any(child.process.poll() for child in group):
@@ -304,6 +308,8 @@ def claim_port(config: Config) -> tuple[Config, socket.socket]:
 def make_folder() -> Path:
     """A folder only we may enter, for sockets and figures; folders of servers that were killed are removed."""
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    if len(os.fsencode(base)) > MAX_BASE:
+        base = Path("/tmp")
     for old in base.glob(FOLDER_PREFIX + "*"):
         pid = old.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):
@@ -386,6 +392,7 @@ def child_main(role: str) -> int:
     die_with(control.birth.parent)
     config = control.birth.config
     set_up_logging(config)
+    threading.excepthook = end_with_thread
     metrics.use_folder(Path(control.birth.folder) / "metrics")
     return (engine_main if role == "engine" else http_main)(control, config, Path(control.birth.folder))
 
@@ -396,6 +403,12 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
+
+
+def end_with_thread(died: threading.ExceptHookArgs) -> None:
+    """A thread has died of a defect, so end this process: the supervisor can start another one, but not another thread."""
+    log.critical("a thread died", exc_info=(died.exc_type, died.exc_value or died.exc_type(), died.exc_traceback))
+    os._exit(EXIT_ENGINE)
 
 
 def set_up_logging(config: Config) -> None:
@@ -553,6 +566,8 @@ def tune_listener(config: Config) -> None:
     """Options that accepted connections inherit: dead and stuck peers are noticed by the kernel."""
     for name in os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"):
         with contextlib.suppress(OSError, ValueError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
             listener = socket.socket(fileno=os.dup(int(name)))
             with listener:
                 if listener.family in (socket.AF_INET, socket.AF_INET6) and listener.getsockopt(

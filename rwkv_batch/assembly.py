@@ -308,18 +308,26 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can still be taken on `device`."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**62
+    free = 2**62
+    if "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):  # macOS does not say
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
         free = int(line.split()[1]) * 1024
-    for limit, used in CGROUP_FILES:  # a container's own limit
-        if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdigit():
-            free = min(free, int(text) - int(used.read_text()))
+    for folder, limit, used, cached in CGROUPS:  # a container's own limit
+        if (folder / limit).exists() and (folder / used).exists() and (text := (folder / limit).read_text().strip()).isdigit():
+            free = min(free, int(text) - int((folder / used).read_text()) + cached_bytes(folder / "memory.stat", cached))
     return max(free, 0)
 
 
-CGROUP_FILES = [
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+def cached_bytes(file: Path, name: str) -> int:
+    """Bytes of files, such as a checkpoint just written, that count as used in a container and make room when asked."""
+    lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+    return next((int(value) for key, value in lines if key == name), 0)
+
+
+CGROUPS = [
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 ]

@@ -245,7 +245,7 @@ class Bell:
         """Wake the waiter; rings that it has not heard yet are one."""
         if not self._rung:
             self._rung = True
-            with contextlib.suppress(OSError):  # full: it will wake anyway; closed: nobody waits any more
+            with contextlib.suppress(BlockingIOError):  # full: it will wake anyway
                 os.write(self._send, b"!")
 
     def hear(self) -> None:
@@ -253,11 +253,6 @@ class Bell:
         with contextlib.suppress(BlockingIOError):
             os.read(self.fd, 64)
         self._rung = False
-
-    def close(self) -> None:
-        """Give the descriptors back."""
-        os.close(self.fd)
-        os.close(self._send)
 
 
 class EngineServer:
@@ -408,8 +403,10 @@ class EngineServer:
             answer(error)
 
     def _stop(self, request_id: str) -> None:
-        """End a request and tell its owner."""
-        owner, _ = self._live.pop(request_id)
+        """End a request and tell its owner, unless that was found to be gone while another of its requests was ended."""
+        owner, live = self._live.pop(request_id, (b"", None))
+        if live is None:
+            return
         self.worker.cancel(request_id)
         self._send(owner, Batch([], [failure(request_id, Conflict("Request cancelled", code="cancelled"))]))
 
@@ -702,9 +699,9 @@ class EngineClient:
         dealer.disable_monitor()
         monitor.close()
         dealer.close()
+        self.phase, self.stats = "lost", {}
         if not self._closing:
             log.warning("the engine is lost: %s", lost)
-        self.phase, self.stats = "lost", {}
         self._questions.clear()
         self._fail_orders(Unavailable("the engine was lost while it worked on this", code="engine_lost", retry_after=2.0))
         self._fail(Unavailable("the engine was lost while it worked on this request", code="engine_lost", retry_after=2.0))
@@ -783,6 +780,7 @@ class EngineClient:
                 ticket._feed(event)
             except Exception:
                 log.exception("an event of request %s could not be passed on", event.request_id)
+                ticket.failure = failure(event.request_id, EngineFailed("internal error", code="internal"))
                 ticket.cancel()
             if ticket.done:
                 self.tickets.pop(event.request_id, None)

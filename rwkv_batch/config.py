@@ -118,6 +118,7 @@ class Config:
 
     max_body_mib: int = setting(32, "limits", "size of a request body, MiB", low=1, high=4096)
     max_body_depth: int = setting(64, "limits", "nesting of a request body", low=4, high=128)
+    max_body_parts: int = setting(262_144, "limits", "arrays and objects in a request body", low=64, high=2**24)
     max_prompts: int = setting(4096, "limits", "prompts in one request", low=1, high=1_048_576)
     max_prompt_tokens: int = setting(1_048_576, "limits", "tokens of one prompt", low=1, high=2**31 - 1)
     max_tokens_limit: int = setting(1_048_576, "limits", "largest max_tokens a request may ask for", low=1, high=2**31 - 1)
@@ -140,6 +141,9 @@ class Config:
     )
 
     drain_seconds: float = setting(30.0, "life", "time that running answers get after SIGTERM", low=0, high=86400)
+    engine_stop_seconds: float = setting(
+        60.0, "life", "time that the engine gets to write its sessions after that", low=1, high=86400
+    )
     watchdog_seconds: float = setting(120.0, "life", "a step that takes longer ends the engine; 0 = never", low=0, high=86400)
     max_crashes: int = setting(3, "life", "engine crashes within the crash window that end the server", low=1, high=1000)
     crash_window_seconds: float = setting(300.0, "life", "see --max-crashes", low=1, high=86400)
@@ -165,8 +169,8 @@ class Config:
                 raise UsageError(f"{flag}: must be one of {', '.join(get_args(kinds[item.name]))}", param=item.name)
             low, high = item.metadata["low"], item.metadata["high"]
             if low is not None and not low <= value <= high:
-                raise UsageError(f"{flag}: must be between {low:g} and {high:g}", param=item.name)
-        if self.device not in ("auto", "cpu", "cuda") and not (self.device[:5] == "cuda:" and self.device[5:].isdigit()):
+                raise UsageError(f"{flag}: must be between {low} and {high}", param=item.name)
+        if self.device not in ("auto", "cpu", "cuda") and not (self.device[:5] == "cuda:" and self.device[5:].isdecimal()):
             raise UsageError("--device: must be auto, cpu, cuda or cuda:N", param="device")
 
     @property
@@ -238,7 +242,7 @@ def parse_devices(text: str | None) -> list[int]:
     if text is None or not text.strip().strip("[]").strip():
         return []
     parts = [part.strip() for part in text.strip().strip("[]").split(",")]
-    if not all(part.isdigit() for part in parts) or len(set(parts)) != len(parts):
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
         raise UsageError("--pp-devices: wants different device numbers, as 0,1 or [0,1]", param="pp_devices")
     if len(parts) > 1:
         raise UsageError(f"--pp-devices: {len(parts)} devices are not supported yet; give one", param="pp_devices")

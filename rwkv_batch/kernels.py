@@ -112,7 +112,11 @@ def library(index: int = 0) -> ctypes.CDLL:
     import torch
 
     toolchain = Toolchain.hip() if torch.version.hip else Toolchain.cuda()
-    return ctypes.CDLL(str(build(toolchain, arch_of_device(index))))
+    built = build(toolchain, arch_of_device(index))
+    try:
+        return ctypes.CDLL(str(built))
+    except OSError as error:
+        raise KernelError(f"{built} cannot be loaded: {error}; delete it to have it built again") from None
 
 
 def build(toolchain: Toolchain, arch: str, cache: Path | None = None) -> Path:

@@ -110,11 +110,11 @@ class PromptQueue:
     def take(self, limit: int | None = None) -> list[Row]:
         """Return the rows of the next plan and forget the sequences they complete.
 
-        They feed at most `budget` tokens together, and at most `limit` where that is less.
+        They feed at most `budget` tokens together, and at most `limit`, or a piece, where that is less.
         """
         fed_before: dict[Sequence, int] = {}
         paused: list[Sequence] = []
-        left, scored_left = min(self.budget, limit or self.budget), SCORED_TOKENS
+        left, scored_left = min(self.budget, max(limit or self.budget, self._piece)), SCORED_TOKENS
         passed_over: list[tuple[str, deque[Sequence]]] = []  # scored ones that wait for the next plan
         while self._requests:
             request_id, sequences = self._requests.popitem(last=False)

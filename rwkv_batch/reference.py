@@ -63,11 +63,6 @@ class Rows:
         return self._tensor([start - 1 for start in self.starts[1:]])
 
     @cached_property
-    def length_tensor(self) -> torch.Tensor:
-        """[B] int64."""
-        return self._tensor(self.lengths)
-
-    @cached_property
     def slot_tensor(self) -> torch.Tensor:
         """[B] int64."""
         return self._tensor(self.slots)

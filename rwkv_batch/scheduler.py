@@ -54,8 +54,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Rows that have not started."""
-        return sum(len(batch.waiting) for batch in self._batches.values())
+        """Rows that have not started. Other threads may ask too, so the requests are listed in one go."""
+        return sum(len(batch.waiting) for batch in list(self._batches.values()))
 
     @property
     def num_free(self) -> int:

@@ -101,11 +101,6 @@ class TextStream:
         """Leading ids whose bytes are all shown; the others may yet turn out to be hidden."""
         return self._num_shown
 
-    @property
-    def holds_back(self) -> bool:
-        """Whether some bytes that were fed are not shown."""
-        return bool(self._held)
-
     def feed(self, token: int) -> tuple[str, bool]:
         """Return (text that became safe to show, whether the row has stopped).
 

@@ -23,8 +23,7 @@ SLICE_BYTES = 32_768  # the encoder holds the GIL for about 1.3 ms over so much 
 class Tokenizer:
     """A vocabulary of `vocab_size` ids.
 
-    token_bytes  what each id stands for: b"" for id 0, None for ids that the vocabulary lacks
-    unused_ids   the ids with None: never to be sampled or fed
+    token_bytes  what each id stands for: b"" for id 0, None for ids that the vocabulary lacks, never to be sampled or fed
     fingerprint  SHA-256 of the vocabulary, hexadecimal
     """
 
@@ -33,7 +32,6 @@ class Tokenizer:
         self.token_bytes = token_bytes
         self.vocab_size = len(token_bytes)
         self.fingerprint = fingerprint
-        self.unused_ids = [token for token, data in enumerate(token_bytes) if data is None]
         self._ids = {data: token for token, data in enumerate(token_bytes) if data}
         self._lengths = _lengths_by_start(self._ids)
 

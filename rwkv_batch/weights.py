@@ -315,7 +315,7 @@ def _check_archive(file: Path) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
-    except zipfile.BadZipFile:
+    except (zipfile.BadZipFile, NotImplementedError, ValueError):  # the second for versions and methods to come
         size = file.stat().st_size
         raise CheckpointError(f"{file}: no complete .pth file (its {size:,} bytes have no zip directory at the end)") from None
     size = file.stat().st_size
@@ -329,14 +329,16 @@ def check_tensors(tensors: dict[str, torch.Tensor], name: str) -> ModelShape:
     shape = _shape_of(tensors, name)
     expected = shape.tensors(first_value_residual="blocks.0.att.v0" in tensors)
     missing = sorted(expected.keys() - tensors.keys())
-    foreign = sorted(tensors.keys() - expected.keys())
+    foreign = [_one_line(key) for key in sorted(tensors.keys() - expected.keys())]
     wrong = [
         f"{key} {list(tensors[key].shape)} instead of {list(dims)}"
         for key, dims in expected.items()
-        if key in tensors and _without_ones(tensors[key].shape) != _without_ones(dims)
+        if key in tensors and not _fits(tensors[key].shape, dims)
     ]
     dtypes = [f"{key} {tensors[key].dtype}" for key in expected if key in tensors and tensors[key].dtype not in FILE_DTYPES]
-    for problem, found in (("misses", missing), ("has unknown tensors", foreign), ("wrong shape", wrong), ("dtype", dtypes)):
+    empty = [key for key in expected if key in tensors and (tensors[key].is_meta or not tensors[key].numel())]
+    problems = {"misses": missing, "has unknown tensors": foreign, "wrong shape": wrong, "dtype": dtypes, "no values": empty}
+    for problem, found in problems.items():
         if found:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             raise CheckpointError(f"{name}: not an RWKV-7 checkpoint that can be run: {problem}: {', '.join(found[:3])}{more}")
@@ -350,7 +352,8 @@ def _shape_of(tensors: dict[str, torch.Tensor], name: str) -> ModelShape:
         return tensors[key].shape
 
     vocab_size, width = dims("emb.weight", 2)
-    layers = {int(p[1]) for key in tensors if (p := key.split("."))[0] == "blocks" and len(p) > 1 and p[1].isdecimal()}
+    names = [key.split(".") for key in tensors]
+    layers = {int(n[1]) for n in names if n[0] == "blocks" and len(n) > 1 and n[1].isdecimal() and len(n[1]) < 5}
     num_layers = len(layers)
     if layers != set(range(num_layers)):
         raise CheckpointError(f"{name}: its layers are not numbered 0 to {num_layers - 1} without gaps")
@@ -416,6 +419,11 @@ def iter_summary(weights: Weights) -> Iterator[str]:
     yield f"{weights.num_bytes / 2**20:,.0f} MiB in {weights.dtype} on {weights.device}, fingerprint {weights.fingerprint}"
 
 
+def _fits(found: Iterable[int], dims: tuple[int, ...]) -> bool:
+    """Whether a tensor has the dimensions wanted; a vector may have further ones of size 1."""
+    return tuple(found) == dims or (len(dims) == 1 and _without_ones(found) == dims)
+
+
 def _without_ones(dims: Iterable[int]) -> tuple[int, ...]:
     return tuple(d for d in dims if d != 1)  # published vectors are [1, 1, C]
 
@@ -424,5 +432,5 @@ def _hide(progress: bool | None) -> bool | None:
     return None if progress is None else not progress  # tqdm: None = hide unless on a terminal
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _one_line(text: Exception | str) -> str:
+    return " ".join(str(text).split())[:200]

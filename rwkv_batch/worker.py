@@ -169,14 +169,10 @@ class Worker:
             raise InvalidRequest("this server keeps no sessions", param="session_id")
         if session is not None and session.keep and request.num_rows != 1:
             raise InvalidRequest("a turn of a session takes one prompt", param="contents")
+        self._check_room()  # before the stops, which may take long to build
         stops = _stops(tuple(request.stop_ids), tuple(request.stop_texts))  # here, so that no step waits for it
         with self._lock:
-            if self._dead:
-                raise Unavailable("the engine has failed and is being restarted", code="engine_dead")
-            if self._draining or self._stopping:
-                raise Unavailable("the server is shutting down", code="draining", retry_after=5.0)
-            if self._num_waiting >= self.queue:
-                raise Overloaded(f"the queue is full: {self.queue} requests wait")
+            self._check_room()
             self._num_waiting += 1
             if session is None:
                 self._inbox.put(_Accepted(request, owner, stops))
@@ -184,7 +180,7 @@ class Worker:
             self._leasing[request.id] = owner
         try:
             self.sessions.lease(request, lambda result: self._leased(_Accepted(request, owner, stops, result)))
-        except RwkvBatchError:
+        except Exception:
             self._forget_leasing(request.id)
             raise
 
@@ -220,10 +216,9 @@ class Worker:
 
     def stats(self) -> dict[str, int | float]:
         """Figures of this moment."""
-        requests_waiting = self._num_waiting
         return {
-            "requests_running": max(0, len(self._ongoing) - requests_waiting),
-            "requests_waiting": requests_waiting,
+            "requests_running": sum(ongoing.started for ongoing in list(self._ongoing.values())),
+            "requests_waiting": self._num_waiting,
             "sequences_running": self.scheduler.num_running,
             "sequences_waiting": self.scheduler.num_waiting,
             "slots": self.scheduler.num_slots,
@@ -233,6 +228,14 @@ class Worker:
             **(self.sessions.stats() if self.sessions is not None else {}),
             **(self.scheduler.prefixes.stats() if self.scheduler.prefixes is not None else {}),
         }
+
+    def _check_room(self) -> None:
+        if self._dead:
+            raise Unavailable("the engine has failed and is being restarted", code="engine_dead")
+        if self._draining or self._stopping:
+            raise Unavailable("the server is shutting down", code="draining", retry_after=5.0)
+        if self._num_waiting >= self.queue:
+            raise Overloaded(f"the queue is full: {self.queue} requests wait")
 
     def _leased(self, accepted: "_Accepted") -> None:
         """A session is there for its request, or cannot be had."""
@@ -565,14 +568,13 @@ class Worker:
             self._num_waiting -= 1
 
     def _fail_all(self) -> None:
-        """Tell every caller, also those whose requests are still in the inbox."""
+        """Tell every caller, also those whose requests are still in the inbox; what ended before the error has ended."""
         with self._lock:
             self._dead = True
             leasing, self._leasing = self._leasing, {}
         for row in self._rows.values():
             if row.lease is not None:
                 row.lease.release()
-        self._events.clear()
         error = EngineFailed("a step of the engine failed; the server restarts it")
         waiting = [(m.request, m.owner) for m in self._inbox.take(0) if isinstance(m, _Accepted)]
         for request, owner in [(o.request, o.owner) for o in self._ongoing.values()] + waiting:
@@ -642,6 +644,6 @@ def _take_logprobs(row: RowText, reason: Reason | None) -> list[TokenLogprob]:
     return taken
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)  # of 5 MiB each at most, by the limits of the routes
 def _stops(stop_ids: tuple[int, ...], stop_texts: tuple[bytes, ...]) -> Stops:
     return Stops(stop_ids, stop_texts)
