@@ -1,18 +1,49 @@
 """Fixtures every test may use."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
-import torch
-from models import SHARED, TINY, random_tensors
 
-# One thread: the models are tiny, and threads that wait for one another crawl when something else uses a core.
-torch.set_num_threads(1)
+with contextlib.suppress(ImportError):  # a machine for GPU tests may lack it
+    from hypothesis import HealthCheck, settings
+
+    # No deadlines: a slow machine fails no example. The long profile is that of `make test-long`.
+    patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("default", patient, max_examples=100, derandomize=True)
+    settings.register_profile("long", patient, max_examples=500)
+    settings.load_profile("default")
+
+OWN_SERVERS = ("test_live_checkpoints", "test_live_load", "test_live_processes")  # each of their tests starts what it needs
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Give all tests that share servers to one of several processes, so that each server starts once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(nodeid.partition("::")[0])
+            return "shared servers" if file.parent.name == "live" and file.stem not in OWN_SERVERS else nodeid
+
+    return Scheduling(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """The models are tiny, and threads that wait for one another crawl when something else uses a core."""
+    import torch  # takes seconds, and the process that hands out the tests loads this file as well
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory) -> Path:
     """A random World-vocabulary checkpoint on disk."""
+    import torch
+    from models import TINY, random_tensors
+
     path = tmp_path_factory.mktemp("checkpoint") / "tiny.pth"
     torch.save(random_tensors(TINY, 65536), path)
     return path
@@ -21,6 +52,8 @@ def tiny_checkpoint(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def real_checkpoint() -> Path:
     """A real checkpoint of others, where it is at hand."""
+    from models import SHARED
+
     path = SHARED / "checkpoints" / "tiny-rwkv-7v0-834K"
     if not path.is_dir():
         pytest.skip("needs the folder checkpoints/tiny-rwkv-7v0-834K beside the repository")

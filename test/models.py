@@ -21,6 +21,14 @@ SHAPES = {
 
 
 @functools.cache
+def tokenizer_for(vocab: int):
+    """Return the tokenizer; the World vocabulary takes half a second to load."""
+    from rwkv_batch import tokenizer  # what a machine for GPU tests may lack
+
+    return tokenizer.for_vocab(vocab)
+
+
+@functools.cache
 def random_tensors(shape: tuple = TINY, vocab: int = 512, seed: int = 0) -> dict[str, torch.Tensor]:
     """Return published tensors of a random model; do not change them."""
     return synth(shape, vocab=vocab, seed=seed)

@@ -17,7 +17,7 @@ from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
 from sampling.params import SamplingParams
 
 
-def wait_until(condition, seconds: float = 5.0) -> None:
+def wait_until(condition, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -28,7 +28,7 @@ def request(request_id: str, num_rows: int = 1, max_tokens: int = 5) -> Request:
     return Request(id=request_id, prompts=[[1, 2]] * num_rows, sampling=SamplingParams(seed=7), max_tokens=max_tokens)
 
 
-def drain(ticket: Ticket, seconds: float = 5.0) -> list:
+def drain(ticket: Ticket, seconds: float = 30.0) -> list:
     """Everything up to END."""
     items = []
     while (item := ticket.take(seconds)) is not Ticket.END:
@@ -110,9 +110,9 @@ def test_nothing_can_be_submitted_before_the_model_is_there(address, client):
 def test_a_refusal_is_the_workers_own_error(address, client):
     engine = Engine(address, slots=1, queue=1, step_seconds=0.05)
     wait_until(lambda: client.ready)
-    tickets = [client.submit(request(str(i), max_tokens=20)) for i in range(6)]
-    refused = [ticket for ticket in tickets if isinstance(item := ticket.take(5), Failure) and item.error == "Overloaded"]
-    assert len(refused) >= 4
+    tickets = [client.submit(request(str(i), max_tokens=1000)) for i in range(6)]
+    wait_until(lambda: sum(ticket.failure is not None for ticket in tickets) >= 4)
+    refused = [ticket for ticket in tickets if ticket.failure]
     error = error_of(refused[0].failure)
     assert isinstance(error, Overloaded)
     assert (error.status, error.retry_after, error.code) == (429, 1.0, "queue_full")
@@ -123,7 +123,7 @@ def test_a_refusal_is_the_workers_own_error(address, client):
 def test_cancel_frees_the_slot_and_ends_the_ticket(engine, client):
     wait_until(lambda: client.ready)
     ticket = client.submit(request("a", num_rows=4, max_tokens=100_000))
-    ticket.take(5)
+    ticket.take(30)
     ticket.cancel()
     ticket.cancel()
     wait_until(lambda: engine.worker.stats()["slots_free"] == 320)
@@ -163,7 +163,7 @@ def test_a_lost_engine_fails_all_tickets_and_a_new_one_is_found(address, client)
     wait_until(lambda: client.ready)
     tickets = [client.submit(request(str(i), max_tokens=100_000)) for i in range(10)]
     for ticket in tickets:
-        ticket.take(5)
+        ticket.take(30)
     engine.close()
     for ticket in tickets:
         last = drain(ticket)[-1]
@@ -202,6 +202,7 @@ def test_a_translation_that_raises_ends_its_own_ticket_only(engine, client):
     bad, good = client.submit(request("a", max_tokens=1000), fails), client.submit(request("b"))
     assert len(drain(good)) == 5
     assert drain(bad) == []
+    assert isinstance(error_of(bad.failure), EngineFailed)
     wait_until(lambda: engine.worker.stats()["slots_free"] == 320)
 
 
@@ -219,7 +220,7 @@ class Peer:
     def send(self, message) -> None:
         self.socket.send(channel.encode(message))
 
-    def receive(self, kind: type, seconds: float = 5.0):
+    def receive(self, kind: type, seconds: float = 30.0):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.socket.poll(100) and isinstance(message := channel.decode_to_http(self.socket.recv()), kind):
@@ -241,8 +242,8 @@ def test_a_peer_that_does_not_read_loses_its_own_tickets_only(address, client, m
         stuck.send(channel.Submit(request(f"s{i}", num_rows=10, max_tokens=100_000)))
     wait_until(lambda: client.ready)
     beside = client.submit(request("good", max_tokens=300))
-    assert sum(len(event.deltas) for event in drain(beside, 20)) == 300
-    wait_until(lambda: engine.server.num_peers == 1, 20)
+    assert sum(len(event.deltas) for event in drain(beside)) == 300
+    wait_until(lambda: engine.server.num_peers == 1)
     wait_until(lambda: engine.worker.stats()["slots_free"] == 320)
     for _ in range(10_000):  # it wakes up, finds old messages, and learns that it was given up
         stuck.send(channel.Alive())
@@ -255,18 +256,36 @@ def test_a_peer_that_does_not_read_loses_its_own_tickets_only(address, client, m
 
 
 def test_a_peer_that_vanishes_or_falls_silent_is_given_up(address):
-    engine = Engine(address, peer_seconds=1.0)
+    engine = Engine(address, peer_seconds=3.0)
     gone, silent = Peer(address, b"gone"), Peer(address, b"silent")
     for peer in (gone, silent):
         peer.send(channel.Hello(1))
         peer.send(channel.Submit(request(str(id(peer)), max_tokens=100_000)))
         peer.receive(channel.Accepted)
     gone.close()
-    wait_until(lambda: engine.server.num_peers == 1, 0.5)
-    wait_until(lambda: engine.worker.stats()["sequences_running"] == 1, 0.5)
-    wait_until(lambda: engine.worker.stats()["sequences_running"] == 0, 3.0)
+    wait_until(lambda: engine.server.num_peers == 1)
+    wait_until(lambda: engine.worker.stats()["sequences_running"] == 1)
+    wait_until(lambda: engine.worker.stats()["sequences_running"] == 0)
     silent.close()
     engine.close()
+
+
+def test_requests_of_a_peer_that_vanished_can_be_stopped(address, client):
+    server = EngineServer(address, heartbeat=10.0)  # so that nobody has noticed yet
+    server.attach(FakeWorker(server.deliver))
+    server.start()
+    wait_until(lambda: client.ready)
+    assert ask(client) == []  # the first sign of life was given, the next is far
+    gone = Peer(address)
+    gone.send(channel.Hello(1))
+    for name in ("a", "b"):
+        gone.send(channel.Submit(request(name)))
+        gone.receive(channel.Accepted)
+    gone.close()
+    time.sleep(0.1)
+    assert [live.id for live in ask(client, stop=True)] == ["a", "b"]
+    assert ask(client) == []
+    server.close()
 
 
 def test_an_unknown_peer_is_told_and_garbage_is_dropped(engine, address, client):
@@ -283,7 +302,7 @@ def test_an_unknown_peer_is_told_and_garbage_is_dropped(engine, address, client)
 def test_a_client_that_was_forgotten_comes_back_with_a_new_identity(engine, client):
     wait_until(lambda: client.ready)
     ticket = client.submit(request("a", max_tokens=100_000))
-    ticket.take(5)
+    ticket.take(30)
     (before,) = engine.server._peers
     engine.server._peers.clear()
     assert isinstance(drain(ticket)[-1], Failure)
@@ -328,7 +347,7 @@ def ask(client: EngineClient, **question) -> list[channel.Live]:
     """What the engine answers about its requests."""
     answers: queue.SimpleQueue = queue.SimpleQueue()
     client.ask(channel.Ask("q", **question), answers.put)
-    return answers.get(timeout=5)
+    return answers.get(timeout=30)
 
 
 def test_the_engine_knows_the_requests_of_all_clients(address, engine, client):
@@ -357,5 +376,4 @@ def test_the_engine_knows_the_requests_of_all_clients(address, engine, client):
         wait_until(lambda: [live.id for live in ask(client)] == ["e"])
     finally:
         other.close()
-    engine.server._give_up(next(owner for owner, live in engine.server._live.values() if live.id == "e"), "is gone")
-    assert ask(client) == []
+    wait_until(lambda: ask(client) == [])  # the engine notices that they have lost their client

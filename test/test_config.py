@@ -44,6 +44,7 @@ def test_every_field_has_flag_help_and_environment_name():
         (["--drain-seconds", "nan"], {}, "--drain-seconds"),
         (["--dtype", "int4"], {}, "--dtype"),
         (["--device", "tpu"], {}, "--device"),
+        (["--device", "cuda:²"], {}, "--device"),
         (["stray"], {}, "stray"),
         ([], {"RWKV_BATCH_PORT": "eight"}, "RWKV_BATCH_PORT: wants a whole number"),
         ([], {"RWKV_BATCH_LOG_PROMPTS": "perhaps"}, "RWKV_BATCH_LOG_PROMPTS"),

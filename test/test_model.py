@@ -149,7 +149,8 @@ def greedy(model: Model, prompt: list[int], count: int) -> tuple[list[int], list
     return ids, margins
 
 
-def test_greedy_ids_equal_the_rwkv_package(tmp_path):
+@pytest.mark.parametrize("num_prompts", [2, pytest.param(8, marks=pytest.mark.long)])
+def test_greedy_ids_equal_the_rwkv_package(tmp_path, num_prompts):
     """A first divergence is allowed only where the two best logits are within 1e-3, and at most once in 1,000 tokens."""
     os.environ.update(RWKV_V7_ON="1", RWKV_JIT_ON="0", RWKV_CUDA_ON="0")
     rwkv_model = pytest.importorskip("rwkv.model", reason="needs the PyPI package rwkv")
@@ -159,7 +160,7 @@ def test_greedy_ids_equal_the_rwkv_package(tmp_path):
         peer = rwkv_model.RWKV(model=str(tmp_path / str(seed)), strategy="cpu fp32")
         model = Model(random_weights(SHAPES[name], 4096, seed))
         rng = random.Random(seed)
-        for _ in range(8):
+        for _ in range(num_prompts):
             prompt = [rng.randrange(1, 4096) for _ in range(rng.randrange(1, 40))]
             ours, margins = greedy(model, prompt, 64)
             theirs = []
@@ -172,4 +173,4 @@ def test_greedy_ids_equal_the_rwkv_package(tmp_path):
                 at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
                 assert margins[at] < 1e-3, f"diverged at token {at} with margin {margins[at]}"
                 diverged += 1
-    assert diverged <= total // 1000
+    assert diverged <= max(1, total // 1000)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import quiet_robyn  # noqa: F401
@@ -13,10 +14,11 @@ from routes.chat import V2Body, V3Body
 from routes.fim import FimBody
 from routes.reply import from_this_host
 from routes.schemas import ContentsBody, Message, validate
-from routes.translate import Group, Paragraph
+from routes.translate import Group, Paragraph, Work
 from rwkv_batch.config import Config
 from rwkv_batch.errors import EngineFailed, InvalidRequest
 from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
+from rwkv_batch.translation import Placeholders
 from sampling.params import SamplingParams
 from sampling.reference import ReferenceSampler
 
@@ -111,6 +113,14 @@ class Caller:
 def test_who_calls_from_this_host(peer, headers, local):
     """Decision (e)."""
     assert from_this_host(Caller(peer, headers)) is local
+
+
+def test_keys_do_not_share_remembered_sentences():
+    site = SimpleNamespace(client=SimpleNamespace(info=None))
+    alice, bob = (Work(SimpleNamespace(site=site, namespace=name), "de", Placeholders()) for name in ("alice", "bob"))
+    paragraph = Paragraph("one", "en", "de")
+    assert alice._key(paragraph) == Work(alice.call, "de", Placeholders())._key(paragraph)
+    assert alice._key(paragraph) != bob._key(paragraph)
 
 
 def test_a_paragraph_without_an_answer_stays_as_it_is():

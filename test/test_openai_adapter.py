@@ -82,8 +82,9 @@ def test_stops_are_merged():
     assert chat(ignore_eos=True).stop_texts == []
     assert chat(ignore_eos=True, stop_tokens=["z"]).stop_texts == [b"z"]
     assert completion(suffix="c").stop_texts == [prompts.FIM_MARK.encode()]
-    with pytest.raises(InvalidRequest, match="at most 64"):
+    with pytest.raises(InvalidRequest, match="at most 64") as error:
         chat(stop=["x"] * 65)
+    assert error.value.param == "stop"
 
 
 def test_n_repeats_each_prompt_and_is_bounded():
@@ -111,6 +112,16 @@ def test_what_is_no_prompt(prompt):
     with pytest.raises(InvalidRequest) as error:
         completion(prompt=prompt)
     assert error.value.param.startswith("prompt")
+
+
+def test_an_empty_session_id_is_none():
+    assert chat(session_id="").session is None
+    assert chat(session_id="", n=2).copies == 2
+    assert chat(session_id="s").session.name == "s"
+
+
+def test_the_end_token_echoes_as_the_text_it_has():
+    assert answer_to(CompletionAnswer, CompletionBody, prompt=["<|endoftext|>", [0], "ab"], echo=True).echoes == ["", "", "ab"]
 
 
 def test_echo_with_logprobs_scores_the_prompt_and_shares_nothing():
@@ -197,6 +208,10 @@ def test_responses_become_conversations():
         {"input": 5},
         {"input": "a", "background": True},
         {"input": "a", "reasoning": {"effort": "high"}},
+        {"input": "a", "prompt": {"id": "pmpt_1"}},
+        {"input": [{"role": "tool", "content": "a"}]},
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": "5"}]},
+        {"input": "a", "metadata": {str(number): "v" for number in range(17)}},
     ):
         with pytest.raises(InvalidRequest):
             response(**fields)
@@ -207,7 +222,8 @@ def test_responses_become_conversations():
 
 def answer_to(kind, body_kind, **fields):
     """An answer whose events a test makes up."""
-    body = read(body_kind, {"messages": HI, "prompt": "ab", "input": "hi", **fields})
+    asked = {"messages": HI, "prompt": "ab", "input": "hi"}
+    body = read(body_kind, {body_kind.field: asked[body_kind.field], **fields})
     site = SimpleNamespace(client=SimpleNamespace(info=EngineInfo(model="m", fingerprint="f" * 32)), tokenizer=BYTES)
     call = SimpleNamespace(id="id", site=site, config=CONFIG)
     return kind(call, body, body.to_request("r", CONFIG, BYTES.ids))
@@ -227,8 +243,8 @@ def payloads(data: bytes | None) -> list:
 def test_a_chat_from_events():
     events = [
         step([Delta(1, "B", 1)]),
-        step([Delta(0, "a", 1)], [Finish(1, "length", 9, 1)]),
-        step([], [Finish(0, "stop", 9, 2)]),
+        step([Delta(0, "a", 1)], [Finish(1, "length", 38, 1)]),
+        step([], [Finish(0, "stop", 38, 2)]),
     ]
     whole = answer_to(ChatAnswer, ChatBody, n=2)
     *nothing, document = [whole.document(event) for event in events]
@@ -236,7 +252,7 @@ def test_a_chat_from_events():
     document = json.loads(document)
     assert [choice["message"]["content"] for choice in document["choices"]] == ["a", "B"]
     assert [choice["finish_reason"] for choice in document["choices"]] == ["stop", "length"]
-    num_prompt = len("User: hi\n\nAssistant: <think>\n</think>\n")
+    num_prompt = 38  # as the rows say, which know what stands between two turns
     usage = {key: document["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
     assert usage == {"prompt_tokens": num_prompt, "completion_tokens": 3, "total_tokens": num_prompt + 3}
 

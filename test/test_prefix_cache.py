@@ -195,6 +195,78 @@ def test_nodes_are_bounded(monkeypatch):
     assert count == 1 + len(cache._nodes)
 
 
+class Seen:
+    """A state that tells what it has seen."""
+
+    num_bytes = 100
+
+    def __init__(self, tokens):
+        self.tokens = list(tokens)
+
+
+def check_scheduling(seed: int) -> int:
+    """Families of prompts that join, are cancelled and fail at random: a row is fed its prompt, behind a state of its own
+    beginning, and none waits for ever. Returns the number of hits."""
+    rng = random.Random(seed)
+    cache = PrefixCache(
+        rng.choice((250, 1000, 10**6)), min_tokens=rng.choice((32, 64, 128)), every_tokens=rng.choice((32, 128, 512))
+    )
+    slots, budget, busy = rng.choice((2, 4, 12)), rng.choice((16, 64, 256)), rng.choice((None, 32))
+    fields = {"num_slots": slots, "prefill_budget": budget, "busy_budget": busy, "mixed": rng.random() < 0.5}
+    scheduler = Scheduler(prefixes=cache, **fields)
+    trunks = [prompt_of(rng, rng.randrange(40, 500)) for _ in range(3)]
+    live: dict[str, set[Sequence]] = {}
+    seen: dict[Sequence, Seen] = {}
+    to_come = 60
+    while to_come or live:
+        if to_come and rng.random() < 0.3:
+            to_come -= 1
+            prompts = [
+                rng.choice(trunks)[: rng.randrange(1, 500)] + prompt_of(rng, rng.randrange(70))
+                for _ in range(rng.randrange(1, 5))
+            ]
+            request = Request(
+                id=f"{to_come}", prompts=prompts, copies=rng.choice((1, 1, 3)), loop=rng.choice(("sync", "continuous")),
+                sampling=SamplingParams(), max_tokens=rng.choice((1, 2, 5)), namespace=rng.choice(("", "a")),
+            )  # fmt: skip
+            live[request.id] = set(scheduler.add(request))
+        if live and rng.random() < 0.08:
+            gone = rng.choice(list(live))
+            scheduler.cancel(gone)
+            del live[gone]
+        plan = scheduler.next_plan()
+        assert plan is not None or not live, "all wait"
+        for row in plan.rows if plan else ():
+            sequence = row.sequence
+            if row.start:
+                seen[sequence] = Seen(sequence.initial.tokens if sequence.initial else ())
+                sequence.initial = None
+            if row.ids:
+                seen[sequence].tokens += row.ids
+                assert seen[sequence].tokens == sequence.prompt[: sequence.num_fed]
+                scheduler.resume(cache.fed(sequence, lambda: Seen(seen[sequence].tokens)))  # noqa: B023 - called at once
+        for row in plan.rows if plan else ():
+            sequence, failed = row.sequence, rng.random() < 0.01
+            if failed or (row.sample and sequence.num_sampled == sequence.request.max_tokens):
+                scheduler.finish(sequence, poisoned=failed)
+                live[sequence.request.id].discard(sequence)
+                if not live[sequence.request.id]:
+                    del live[sequence.request.id]
+        assert cache.num_bytes == 100 * len(cache._states) <= cache.max_bytes
+    assert not cache._ways
+    assert scheduler.num_free == slots
+    return cache.stats()["prefix_hits_total"]
+
+
+def test_no_row_waits_for_ever():
+    assert sum(check_scheduling(seed) for seed in range(20))
+
+
+@pytest.mark.long
+def test_no_row_waits_for_ever_in_500_random_lives():
+    assert sum(check_scheduling(seed) for seed in range(20, 520))
+
+
 def check_families(seed: int, num_families: int) -> tuple[int, int]:
     """Random families of prompts, joined at random times: every text is what it is without a cache."""
     rng = random.Random(seed)

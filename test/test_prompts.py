@@ -1,8 +1,8 @@
 """The templates, to the token."""
 
 import pytest
+from models import tokenizer_for
 
-from rwkv_batch import tokenizer
 from rwkv_batch.prompts import (
     NO_THINK,
     NO_THINK_V3,
@@ -18,7 +18,7 @@ from rwkv_batch.prompts import (
     without_thought,
 )
 
-encode = tokenizer.for_vocab(65536).encode
+encode = tokenizer_for(65536).encode
 
 
 @pytest.mark.parametrize(

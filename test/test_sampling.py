@@ -190,10 +190,9 @@ def check_filter(rule: str, seed: int, num_columns: int) -> None:
 @pytest.mark.parametrize("rule", ["joint", "sequential"])
 def test_filters_against_the_formula(rule):
     """Contract 9, lines 14 and 17."""
-    for seed in range(150):
+    for seed in range(100):
         check_filter(rule, seed, int(np.random.default_rng(seed).choice([2, 3, 5, 17, 63, 64, 65, 300, 1000, 4097])))
-    for seed in range(3):
-        check_filter(rule, seed, 65_536)
+    check_filter(rule, 0, 65_536)
 
 
 @pytest.mark.long
@@ -292,7 +291,7 @@ def distribution(z: torch.Tensor, params: dict) -> np.ndarray:
 @pytest.mark.parametrize("case", range(8))
 def test_draws_follow_the_distribution(case):
     z, params = DRAWS[case]
-    check_draws(f"{case} {params}", z, params, distribution(z, params), 40_000, seed=case)
+    check_draws(f"{case} {params}", z, params, distribution(z, params), 20_000, seed=case)
 
 
 @pytest.mark.long
@@ -391,16 +390,16 @@ def test_a_row_in_company_equals_the_row_alone():
 
 
 @pytest.mark.parametrize("rule", ["joint", "sequential", "gumbel", "noise"])
-@pytest.mark.parametrize("num_columns", [8192, 65_536])
+@pytest.mark.parametrize("num_columns", [pytest.param(8192, marks=pytest.mark.long), 65_536])
 def test_same_seed_same_ids_in_large_batches(rule, num_columns):
     """As above where torch splits work over threads."""
     torch.set_num_threads(2)
-    params = [SamplingParams(rule=rule, noise=2.0, seed=row) for row in range(24)]
-    logits = torch.randn(24, num_columns, generator=torch.Generator().manual_seed(7)) * 3
+    params = [SamplingParams(rule=rule, noise=2.0, seed=row) for row in range(12)]
+    logits = torch.randn(12, num_columns, generator=torch.Generator().manual_seed(7)) * 3
     together, alone = started(params, num_columns), started(params, num_columns)
     for _ in range(2):
         ids = sample(together, logits).ids
-        for slot in (0, 1, 13, 23):
+        for slot in (0, 1, 11):
             assert sample(alone, logits[slot : slot + 1], [slot]).ids[0] == ids[slot]
 
 

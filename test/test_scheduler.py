@@ -5,7 +5,7 @@ The simulation acts as the worker does: it learns what a plan sampled only after
 
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 
 import pytest
 
@@ -286,7 +286,7 @@ class Simulation:
         assert min(self.may_lag.values(), default=0) >= 0, "a prompt is held up"
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_events(seed):
     Simulation(seed).run(250)
 
@@ -467,6 +467,33 @@ def test_name_may_be_used_again_after_the_end():
     scheduler.next_plan()
     scheduler.finish(row)
     assert scheduler.add(request("a", [1]))
+
+
+def test_waiting_rows_are_counted_while_requests_come():
+    """Another thread counts; it may be interrupted anywhere."""
+    scheduler = Scheduler(num_slots=1, prefill_budget=64, mixed=True)
+
+    class Interrupted(deque):
+        def __len__(self) -> int:
+            scheduler.add(request(f"r{len(scheduler._batches)}", [1]))
+            return super().__len__()
+
+    scheduler.add(request("first", [1, 1]))
+    batch = scheduler._batches["first"]
+    batch.waiting = Interrupted(batch.waiting)
+    assert scheduler.num_waiting == 2
+    assert len(scheduler._batches) == 2
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_prompts_are_fed_beside_rows_that_decode_however_small_their_budget(mixed):
+    scheduler = Scheduler(num_slots=2, prefill_budget=256, mixed=mixed, busy_budget=1)
+    scheduler.add(request("decodes", [3], max_tokens=1000))
+    scheduler.next_plan()
+    (late,) = scheduler.add(request("late", [100]))
+    for _ in range(8):
+        assert scheduler.next_plan() is not None
+    assert late.num_sampled
 
 
 def test_empty_requests():

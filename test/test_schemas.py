@@ -8,8 +8,13 @@ import pytest
 import quiet_robyn  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from routes.schemas import ContentsBody, parse, validate
+import routes
+from routes.chat import V3Body
+from routes.openai_schemas import ChatBody
+from routes.openai_schemas import read as read_openai
+from routes.schemas import Body, ContentsBody, parse, validate
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest
 from rwkv_batch.request import Request
@@ -22,7 +27,7 @@ def encode(text: str) -> list[int]:
 
 def read(text: str | bytes, **limits) -> Request:
     data = text.encode() if isinstance(text, str) else text
-    return validate(ContentsBody, parse(data, 64)).to_request("id", Config(**limits), encode)
+    return validate(ContentsBody, parse(data, Config())).to_request("id", Config(**limits), encode)
 
 
 def refusal(text: str | bytes, **limits) -> InvalidRequest:
@@ -82,7 +87,7 @@ def test_an_empty_prompt_is_fed_token_0():
 
 RANGES = {
     "max_tokens": (0, 1_048_576),
-    "temperature": (0, 100),
+    "temperature": (0, 1000),
     "top_k": (-1, 2**31 - 1),
     "top_p": (-1, 1),
     "alpha_presence": (-100, 100),
@@ -144,26 +149,85 @@ def test_half_a_surrogate_pair_names_its_field():
 
 
 def test_depth_is_bounded_quickly():
-    began = time.monotonic()
+    began = time.process_time()
     for depth in (65, 200, 1000, 1_000_000):
         for left, right in (("[", "]"), ('{"a":', "}")):
             text = '{"x": ' + left * depth + "1" + right * depth + "}"
             refusal(text)
-    assert time.monotonic() - began < 1.0
+    assert time.process_time() - began < 2
     assert read('{"contents": "a", "x": ' + "[" * 60 + "]" * 60 + "}").prompts == [[97]]
 
 
 def test_a_hundred_thousand_prompts_are_refused_quickly():
     body = json.dumps({"contents": ["a" * 90] * 100_000})
-    began = time.monotonic()
+    began = time.process_time()
     assert refusal(body).param == "contents"
-    assert time.monotonic() - began < 0.3
+    assert time.process_time() - began < 1
+
+
+def kinds_of(kind: type) -> list[type]:
+    """A class and all that are made from it."""
+    return [kind, *(inner for direct in kind.__subclasses__() for inner in kinds_of(direct))]
+
+
+def num_errors(kind: type, body: dict) -> int:
+    """How many errors the check of a body tells."""
+    try:
+        kind.model_validate(body)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+def test_checking_ends_at_the_first_wrong_entry():
+    assert routes.ROUTES, "all bodies are known by now"
+    needed = {"target_lang": "en", "text_list": []}
+    counts = {
+        (kind, name): num_errors(kind, {**needed, name: [object()] * 9})
+        for kind in kinds_of(Body)
+        for name in kind.model_fields
+    }
+    assert max(counts.values()) <= 2, "a union tells of each of its types"
+    found = {name for (_, name), count in counts.items() if count}
+    assert found >= {"contents", "messages", "chats", "prompt", "prefix", "text_list", "copies", "input", "tokens", "stop"}
+
+
+def test_arrays_and_objects_are_counted_before_they_are_read():
+    config = Config(max_body_parts=100)
+    for part in ("[]", "{}", '{"role": "user"}'):
+        with pytest.raises(InvalidRequest, match="more than 100 arrays and objects"):
+            parse(('{"contents": [' + f"{part}," * 100 + part + "]}").encode(), config)
+    text = "[{" * 1000 + '\\"' + "[" * 100
+    assert parse(json.dumps({"contents": [text], "messages": [{}] * 60}).encode(), config)["contents"] == [text]
+
+
+def test_a_key_of_the_clients_is_not_repeated_at_length():
+    error = refusal(json.dumps({"contents": "a", "stop_tokens": {"k" * 9999: 1}}))
+    assert len(error.message) < 200
+    with pytest.raises(InvalidRequest) as refused:
+        read_openai(ChatBody, {"messages": [{"content": "a"}], "logit_bias": {"k" * 9999: 1}})
+    assert len(refused.value.message) < 300
+    assert len(refused.value.param) < 100
+
+
+def test_roles():
+    def prompt(*messages: dict) -> str:
+        (text,) = validate(V3Body, {"messages": list(messages)}).texts()
+        return text.removesuffix("\n\nAssistant: <think>\n</think>")
+
+    assert prompt({"role": "User", "content": "a"}) == "User: a"
+    assert prompt({"role": None, "content": [{"type": "text", "text": "a"}, "b"]}) == "User: ab"
+    assert prompt({"role": "developer", "content": "s"}, {"content": "a"}) == "System: s\n\nUser: a"
+    assert prompt({"role": "tool", "content": "5"}) == "User: Function output:\n5"
+    with pytest.raises(InvalidRequest) as error:
+        prompt({"role": "narrator", "content": "a"})
+    assert error.value.param == "messages[0].role"
 
 
 @given(st.binary(max_size=300) | st.text(max_size=100).map(lambda text: text.encode("utf-8", "surrogatepass")))
 def test_any_bytes_parse_or_are_refused(data):
     with contextlib.suppress(InvalidRequest):
-        assert isinstance(parse(data, 64), dict)
+        assert isinstance(parse(data, Config()), dict)
 
 
 json_values = st.recursive(
@@ -181,4 +245,4 @@ def test_any_object_becomes_a_request_or_is_refused(body):
         return
     assert all(request.prompts)
     assert 0 <= request.max_tokens <= 1_048_576
-    assert 0 <= request.sampling.temperature <= 100
+    assert 0 <= request.sampling.temperature <= 1000

@@ -38,7 +38,7 @@ class SessionHarness(Harness):
         self.sessions.close()
 
     def run(self, limit=100_000):
-        worker, until = self.worker, time.monotonic() + 30
+        worker, until = self.worker, time.monotonic() + 60
         while worker._ongoing or worker._step or worker._leasing or worker._inbox._queue.qsize():
             assert time.monotonic() < until
             worker.turn()
@@ -56,13 +56,13 @@ class SessionHarness(Harness):
         request = Request(id=name, prompts=[[1]], sampling=GREEDY, max_tokens=1, session=Session(name=name, keep=False))
         found = queue.SimpleQueue()
         self.sessions.lease(request, found.put)
-        return found.get(timeout=10).initial()
+        return found.get(timeout=60).initial()
 
     def order(self, action):
         """What comes of an order."""
         found = queue.SimpleQueue()
         self.sessions.manage(action, found.put)
-        return found.get(timeout=10)
+        return found.get(timeout=60)
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_a_turn_ends_only_when_it_is_on_disk_and_holds_up_nobody(path, monkeypat
     with SessionHarness(path, vocab=256) as harness:
         go = threading.Event()
         write = harness.sessions._database.write
-        monkeypatch.setattr(harness.sessions._database, "write", lambda turns: (go.wait(10), write(turns)))
+        monkeypatch.setattr(harness.sessions._database, "write", lambda turns: (go.wait(60), write(turns)))
         harness.submit("turn", [[1, 2, 3]], session=Session(name="s"), max_tokens=4)
         harness.submit("other", [[1, 2, 3]], max_tokens=40)
         while "other" not in harness.finishes or 0 not in harness.finishes["other"]:

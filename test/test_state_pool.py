@@ -27,7 +27,7 @@ from rwkv_batch.errors import (
 )
 from rwkv_batch.request import Request
 from rwkv_batch.session_db import SessionDatabase
-from rwkv_batch.sessions import Answer, Delete, Export, Fork, Import, Kept, Rewind, Session, Status
+from rwkv_batch.sessions import Answer, Delete, Deleted, Export, Fork, Import, Kept, Rewind, Session, Status
 from rwkv_batch.state import Snapshot
 from rwkv_batch.state_file import StateFile, Stored
 from rwkv_batch.weights import ModelShape
@@ -116,7 +116,7 @@ class Caller(Pool):
 
 def take(answers: "queue.SimpleQueue"):
     """The answer; raised if it is an error."""
-    result = answers.get(timeout=10)
+    result = answers.get(timeout=60)
     if isinstance(result, RwkvBatchError):
         raise result
     return result
@@ -199,7 +199,7 @@ def test_turns_of_one_session_run_in_order(path):
 
 
 def test_a_busy_session_is_waited_for_a_while(path):
-    with Pool(path, wait_seconds=0.1, max_waiting=1) as pool:
+    with Pool(path, wait_seconds=1.5, max_waiting=1) as pool:
         first = pool.lease()
         waiting = pool.ask(Session(name="s"))
         with pytest.raises(Conflict, match="busy") as caught:
@@ -217,6 +217,20 @@ def test_a_busy_session_is_waited_for_a_while(path):
         assert second.version == 0
         pool.commit(second, snapshot(1))
         assert pool.lease().version == 1
+
+
+def test_many_that_wait_in_vain(path):
+    """They are refused in a row, and the one behind them has its turn."""
+    with Pool(path, max_waiting=500) as pool:
+        pool.turn("s", snapshot(1))
+        first = pool.lease()
+        waiting = [pool.ask(Session(name="s", expect_version=9)) for _ in range(400)]
+        last = pool.ask(Session(name="s"))
+        first.release()
+        for answers in waiting:
+            with pytest.raises(PreconditionFailed):
+                take(answers)
+        assert take(last).version == 1
 
 
 def test_expected_versions(path):
@@ -375,7 +389,93 @@ def test_status_in_pages(path):
         assert pool.order(Status(name="none")).sessions == []
 
 
+def test_a_long_list_has_every_session_once_while_others_change(path, monkeypatch):
+    """It is made in pieces with turns in between. Names may hold any character, also one that ends a string in C."""
+    monkeypatch.setattr("state_pool.LIST_SESSIONS", 3)
+    with Pool(path, l1_sessions=1, l2_sessions=1) as pool:
+        names = ["a\0b", "a", "\0", "b", *(f"s{i}" for i in range(8)), "a\0c"]
+        for i, name in enumerate(names):
+            pool.turn(name, snapshot(i))
+        whole = pool.order(Status())
+        assert [entry.name for entry in whole.sessions] == names[::-1]
+        assert (whole.total, whole.db) == (len(names), len(names) - 2)
+        pages = [pool.order(Status(offset=start, limit=2)) for start in range(0, len(names), 2)]
+        assert [entry.name for page in pages for entry in page.sessions] == [entry.name for entry in whole.sessions]
+        assert pool.order(Status(offset=2, limit=100)).sessions == whole.sessions[2:]
+
+        listing = pool.pool._status(Status())
+        assert next(listing) is None
+        pool.turn("a", snapshot(50))
+        pool.turn("b", snapshot(51))
+        pool.order(Delete(name="s6"))
+        *_, page = listing
+        assert sorted(entry.name for entry in page.sessions) == sorted({*names} - {"s6"})
+
+
 # What goes wrong.
+
+
+@pytest.mark.parametrize("l2_sessions", [0, 9])
+def test_a_state_that_does_not_fit_on_the_device_is_refused_and_keeps_nobody_waiting(path, monkeypatch, l2_sessions):
+    with Pool(path, l1_sessions=1, l2_sessions=l2_sessions) as pool:
+        pool.turn("s", snapshot(1))
+        pool.turn("other", snapshot(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(pool.pool.copies, "to_device", lambda _: 1 / 0)
+            for _ in range(2):
+                with pytest.raises(Unavailable, match="could not be brought"):
+                    pool.lease("s")
+        assert pool.turn("s", snapshot(3)).version == 2
+
+
+def test_a_session_that_could_not_be_deleted_is_as_it_was(path, monkeypatch):
+    with Pool(path, durability="shutdown") as pool:
+        pool.turn("s", snapshot(1), key="k")
+        lease = pool.lease()
+        with monkeypatch.context() as patch:
+            patch.setattr(pool.database, "delete", lambda *_, **__: (_ for _ in ()).throw(StorageFailed("the disk is full")))
+            with pytest.raises(StorageFailed):
+                pool.order(Delete(name="s"))
+        assert not lease.revoked
+        assert pool.commit(lease, snapshot(2)).version == 2
+        assert same(pool.state("s"), snapshot(2))
+        assert pool.lease(key="k").replay is not None
+
+
+def test_nothing_of_a_deleted_dialogue_is_answered_again(path):
+    with Pool(path) as pool:
+        pool.turn("d:x", snapshot(1), key="k")
+        pool.turn("dx", snapshot(1), key="k")
+    with Pool(path) as pool:
+        assert pool.order(Delete(name="d", prefix=True)).count == 1
+        assert pool.lease("d:x", key="k").replay is None
+        assert pool.lease("dx", key="k").replay is not None
+
+
+@pytest.mark.parametrize("durability", ["turn", "shutdown"])
+def test_a_new_node_does_not_take_the_name_of_a_session_in_its_first_turn(path, durability):
+    with Pool(path, durability=durability) as pool:
+        node = pool.lease("d", node=0)
+        plain = pool.lease("d:1")
+        assert pool.commit(node, snapshot(1)).node == 2
+        assert pool.commit(plain, snapshot(2)).version == 1
+    with Pool(path) as pool:
+        assert same(pool.state("d:2"), snapshot(1))
+        assert same(pool.state("d:1"), snapshot(2))
+
+
+def test_states_that_leave_memory_count_as_waiting_for_the_disk(path, monkeypatch):
+    monkeypatch.setattr("state_pool.BACKLOG_BYTES", 3 * snapshot(0).num_bytes)
+    monkeypatch.setattr("state_pool.RETRY_SECONDS", 0.05)
+    with Pool(path, durability="shutdown", l1_sessions=1, l2_sessions=0) as pool, monkeypatch.context() as patch:
+        patch.setattr(pool.database, "write", lambda _: (_ for _ in ()).throw(StorageFailed("the disk is full")))
+        for i in range(4):
+            pool.turn(f"s{i}", snapshot(i))
+        with pytest.raises(Unavailable, match="wait for the disk"):
+            pool.turn("s4", snapshot(4))
+        assert same(pool.state("s0"), snapshot(0))
+    with Pool(path) as pool:
+        read_all(pool, 4)
 
 
 def turns_until_failure(pool: Pool, limit: int) -> int:
@@ -513,11 +613,11 @@ def test_a_second_server_is_told_who_has_the_file(path):
 
 
 def test_relaxed_turns_are_on_disk_soon_and_the_last_of_several_wins(path):
-    with Pool(path, durability="relaxed", relaxed_seconds=0.1) as pool:
+    with Pool(path, durability="relaxed", relaxed_seconds=1.5) as pool:
         for i in range(5):
             assert not pool.turn("s", snapshot(i)).durable
         assert pool.pool.stats()["state_dirty_sessions"] == 1
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while pool.pool.stats()["state_dirty_sessions"]:
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -573,13 +673,16 @@ def test_a_file_of_the_reference(path):
     with Pool(path) as pool:
         assert same(pool.state("plain"), snapshot(3))
         assert same(pool.state("batched"), states["batched"])
+        for name in states:
+            assert pool.order(Delete(name=name)) == Deleted(True, 1)
+            assert pool.state(name) is None, "what was deleted does not come back from their table"
 
 
 def test_nothing_is_acknowledged_before_its_commit(path, monkeypatch):
     with Pool(path) as pool:
         go = threading.Event()
         write = pool.database.write
-        monkeypatch.setattr(pool.database, "write", lambda turns: (go.wait(10), write(turns)))
+        monkeypatch.setattr(pool.database, "write", lambda turns: (go.wait(60), write(turns)))
         done = pool.commit_later(pool.lease("s"), snapshot(1))
         with pytest.raises(queue.Empty):
             done.get(timeout=0.05)

@@ -3,15 +3,15 @@
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from models import tokenizer_for
 
 from rwkv_batch import tokenizer as tokenizer_module
 from rwkv_batch.errors import CheckpointError, InvalidRequest
 from rwkv_batch.tokenizer import WORLD_ROWS, for_vocab
 
-WORLD = for_vocab(WORLD_ROWS)
-BYTE = for_vocab(256)
+WORLD, BYTE = tokenizer_for(WORLD_ROWS), tokenizer_for(256)
 SHA256 = "e6dee3d4e31b4d5c40ac99508ac6c701ceef4bed681bf2167ce9a908552bca89"  # the file RWKV World models were trained with
 
 FRAGMENTS = [
@@ -54,8 +54,9 @@ def test_world_table():
     assert WORLD.fingerprint == SHA256
     assert len(WORLD.token_bytes) == WORLD.vocab_size == WORLD_ROWS
     assert WORLD.token_bytes[0] == b""
-    assert WORLD.unused_ids == list(range(65530, 65536))
+    assert WORLD.token_bytes[65530:] == [None] * 6
     assert len(set(WORLD.token_bytes[:65530])) == 65530
+    assert None not in WORLD.token_bytes[:65530]
 
 
 def test_every_id_has_the_bytes_of_the_encoder():
@@ -74,7 +75,6 @@ def test_every_single_byte_has_a_token(tokenizer):
         assert tokenizer.token_bytes[token] == bytes([value])
 
 
-@settings(max_examples=300, deadline=None)
 @given(text=texts, size=st.integers(140, 400))
 def test_slices_equal_the_whole(text, size):
     text = text * 3
@@ -93,7 +93,6 @@ def test_slices_of_texts_without_a_good_place_to_cut(text, size, monkeypatch):
     assert WORLD.encode(text) == whole
 
 
-@settings(max_examples=300, deadline=None)
 @given(text=texts)
 def test_own_matching_equals_the_encoder_and_round_trips(text):
     tokens = WORLD.encode(text)
@@ -128,7 +127,8 @@ def test_lone_surrogates_are_refused(tokenizer):
 
 def test_byte_vocabulary():
     assert BYTE.encode("hé") == [0x68, 0xC3, 0xA9]
-    assert (BYTE.vocab_size, BYTE.unused_ids, BYTE.token_bytes[0]) == (256, [], b"")
+    assert (BYTE.vocab_size, BYTE.token_bytes[0]) == (256, b"")
+    assert None not in BYTE.token_bytes
     with pytest.raises(InvalidRequest, match="byte 0"):
         BYTE.encode("a\0b")
 
@@ -142,7 +142,7 @@ def test_unknown_vocabulary_is_refused(vocab_size):
 
 def test_world_may_lack_its_padding():
     tokenizer = for_vocab(65_530)
-    assert tokenizer.unused_ids == []
+    assert None not in tokenizer.token_bytes
     assert tokenizer.vocab_size == 65_530
 
 
@@ -155,7 +155,7 @@ def test_strange_vocabulary_file_is_refused(line):
 
 
 def test_loads_in_a_second():
-    """Measured 0.28 s on one core; parsing the literals one by one took 0.7 s."""
-    start = time.perf_counter()
+    """Measured 0.28 s of CPU time; parsing the literals one by one took 0.7 s."""
+    start = time.process_time()
     for_vocab(WORLD_ROWS)
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3

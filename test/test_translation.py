@@ -82,8 +82,8 @@ def test_a_memory_of_nothing_remembers_nothing():
 
 
 def test_hostile_texts_take_no_long_time():
-    began = time.perf_counter()
+    began = time.process_time()
     for text in (" " * 10**6 + "x", "\n " * 5 * 10**5 + "x", "{" * 10**6, "<" * 10**6, "</a" * 3 * 10**5, "{1" * 5 * 10**5):
         split_paragraphs(text)
         Placeholders(["%s", "{{{"]).found(text)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5

@@ -7,10 +7,9 @@ from collections import defaultdict
 
 import pytest
 import torch
-from models import TINY, random_weights
+from models import TINY, random_weights, tokenizer_for
 from test_model import greedy, run
 
-from rwkv_batch import tokenizer as tokenizers
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import Overloaded, Unavailable
 from rwkv_batch.model import Model
@@ -23,7 +22,6 @@ from sampling.params import SamplingParams
 from sampling.reference import ReferenceSampler
 
 GREEDY = SamplingParams(temperature=0, alpha_presence=0, alpha_frequency=0, ignore_eos=True)
-VOCAB = {256: tokenizers.for_vocab(256), 65536: tokenizers.for_vocab(65536)}
 
 
 class Memory:
@@ -63,7 +61,7 @@ class Harness:
 
     def __init__(self, *, vocab=256, slots=8, budget=256, mixed=True, queue=512, shape=TINY, seed=0):
         weights = random_weights(shape, vocab, seed)
-        self.tokenizer = VOCAB[vocab]
+        self.tokenizer = tokenizer_for(vocab)
         self.engine = Engine(Model(weights), ReferenceSampler(slots, weights.output_ids), State(weights.shape, slots))
         for tensor in (self.engine.state.shift, self.engine.state.wkv):
             tensor.fill_(float("nan"))
@@ -116,16 +114,19 @@ def margins(prompt, count):
 
 @pytest.mark.parametrize("loop", ["sync", "continuous"])
 @pytest.mark.parametrize(
-    ("budget", "mixed"), [(1, True), (16, False), (256, True), pytest.param(256, False, marks=pytest.mark.long)]
-)
-def test_a_row_alone_equals_the_row_in_company(loop, budget, mixed):
+    ("budget", "mixed", "num_rows"),
+    [
+        (1, True, 12), (16, False, 20), (256, True, 20),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((16, False, 64), (256, True, 64), (256, False, 64))),
+    ],
+)  # fmt: skip
+def test_a_row_alone_equals_the_row_in_company(loop, budget, mixed, num_rows):
     """Random joins and cancels, fewer slots than rows, poisoned free slots: every row's greedy text is what it is alone."""
     rng = random.Random(f"{loop}{budget}{mixed}")
-    num_rows = 64 if budget > 1 else 24
     longest = 300 if budget > 1 else 40
     prompts = [[rng.randrange(1, 256) for _ in range(rng.choice((1, 2, 15, 16, 17, 31, 33, rng.randrange(1, longest))))]
                for _ in range(num_rows)]  # fmt: skip
-    expected = [alone(prompt, max_tokens=24) for prompt in prompts]
+    expected = [alone(prompt, max_tokens=16) for prompt in prompts]
     harness = Harness(slots=9, budget=budget, mixed=mixed)
     waiting = list(enumerate(prompts))
     groups, cancelled = {}, set()
@@ -135,7 +136,7 @@ def test_a_row_alone_equals_the_row_in_company(loop, budget, mixed):
             group, waiting = waiting[:size], waiting[size:]
             name = f"r{len(groups)}"
             groups[name] = group
-            harness.submit(name, [p for _, p in group], max_tokens=24, loop=loop, chunk_size=rng.choice((0, 1, 4)))
+            harness.submit(name, [p for _, p in group], max_tokens=16, loop=loop, chunk_size=rng.choice((0, 1, 4)))
             if rng.random() < 0.3:  # a companion that will be cancelled
                 harness.submit(f"c{name}", [[5] * 30] * 3, max_tokens=1000, loop=loop)
                 cancelled.add(f"c{name}")
@@ -151,9 +152,9 @@ def test_a_row_alone_equals_the_row_in_company(loop, budget, mixed):
     for name, group in groups.items():
         for index, (number, prompt) in enumerate(group):
             finish = harness.finishes[name][index]
-            assert (finish.reason, finish.completion_tokens, finish.prompt_tokens) == ("length", 24, len(prompt))
+            assert (finish.reason, finish.completion_tokens, finish.prompt_tokens) == ("length", 16, len(prompt))
             if harness.texts[name][index] != expected[number]:
-                assert min(margins(prompt, 24)) < 1e-3
+                assert min(margins(prompt, 16)) < 1e-3
                 close += 1
     assert close <= 1
 
@@ -221,14 +222,20 @@ def test_length_and_stop_and_usage():
 STOPS = ["length", "stop id", "stop text", "stop inside a token", "end token"]
 
 
-@pytest.mark.parametrize("vocab", [256, 65536])
-@pytest.mark.parametrize("ends_by", STOPS)
-def test_kept_state_is_the_state_of_the_visible_text(vocab, ends_by):
+@pytest.mark.parametrize(
+    ("vocab", "num_cases", "ends_by"),
+    [
+        *((256, 6, ends_by) for ends_by in STOPS),
+        (65536, 3, "stop inside a token"),  # bytes have no inside
+        *(pytest.param(65536, 6, ends_by, marks=pytest.mark.long) for ends_by in STOPS),
+    ],
+)
+def test_kept_state_is_the_state_of_the_visible_text(vocab, num_cases, ends_by):
     """Whatever ended the row, its kept state is that of prompt and visible text and nothing more."""
     rng = random.Random(f"{vocab}{ends_by}")
     harness = Harness(vocab=vocab, slots=4)
     model = harness.engine.model
-    for case in range(6):
+    for case in range(num_cases):
         prompt = [rng.randrange(1, min(vocab, 60000)) for _ in range(rng.randrange(1, 40))]
         count = rng.randrange(1, 60)
         ids, _ = greedy(model, prompt, count)
@@ -369,6 +376,41 @@ def test_a_fatal_error_reaches_every_caller():
         harness.submit("late", [[1]])
 
 
+def test_what_ended_before_a_fatal_error_has_ended():
+    harness = Harness()
+    harness.submit("short", [[1]], max_tokens=1)
+    harness.submit("long", [[2]], max_tokens=100)
+    plain = harness.engine.collect
+
+    def broken(step):
+        yield from plain(step)
+        raise RuntimeError("device lost")
+
+    harness.engine.collect = broken
+    with pytest.raises(RuntimeError, match="device lost"):
+        harness.worker.run()
+    assert harness.finishes["short"][0].reason == "length"
+    assert set(harness.failures) == {"long"}
+
+
+def test_requests_that_wait_for_their_session_count_as_waiting():
+    harness = Harness()
+    harness.submit("runs", [[1]], max_tokens=50)
+    harness.worker.turn()
+    harness.sessions.lease = lambda request, ready: None  # another turn has the session
+    harness.submit("waits", [[1]], session=Session(name="s"))
+    stats = harness.worker.stats()
+    assert (stats["requests_running"], stats["requests_waiting"]) == (1, 1)
+
+    def broken(request, ready):
+        raise ValueError("a defect")
+
+    harness.sessions.lease = broken
+    with pytest.raises(ValueError, match="a defect"):
+        harness.submit("fails", [[1]], session=Session(name="s"))
+    assert harness.worker.stats()["requests_waiting"] == 1
+
+
 def test_queue_limit_and_drain():
     harness = Harness(slots=1, queue=2)
     harness.submit("a", [[1]], max_tokens=50)
@@ -405,6 +447,7 @@ def test_nothing_is_delivered_before_the_end_with_chunk_size_zero():
     assert sum(d.tokens for d in deltas) == 30
 
 
+@pytest.mark.long
 def test_host_cost_of_64_rows(capsys):
     """Everything but the model's forward costs at most 15 % of it: 64 rows, 2 layers of width 768."""
     harness = Harness(vocab=65536, slots=64, shape=(2, 768, 64, 64, 32, 128, 1.15))

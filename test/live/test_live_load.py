@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from server_process import ServerProcess, process_figures, wait_until
+from server_process import PATIENCE, ServerProcess, process_figures, wait_until
 
 from bench.client import open_stream
 
@@ -72,8 +72,8 @@ def run_streams(folder: Path, num: int, num_tokens: int, env: dict[str, str] | N
 @pytest.mark.parametrize("num", [320])
 def test_separate_streams_all_start_with_default_flags(folder, num):
     results = run_streams(folder, num, 40)
-    assert max(r["first"] for r in results) < 3.0
-    assert max(r["pause"] for r in results) < 1.0
+    assert max(r["first"] for r in results) < 3.0 * PATIENCE
+    assert max(r["pause"] for r in results) < 1.0 * PATIENCE
 
 
 @pytest.fixture
@@ -93,8 +93,8 @@ def many_cpus(folder) -> dict[str, str]:
 @pytest.mark.long
 def test_separate_streams_all_start_on_a_machine_with_128_cpus(folder, many_cpus):
     results = run_streams(folder, 320, 40, many_cpus)
-    assert max(r["first"] for r in results) < 3.0
-    assert max(r["pause"] for r in results) < 1.0
+    assert max(r["first"] for r in results) < 3.0 * PATIENCE
+    assert max(r["pause"] for r in results) < 1.0 * PATIENCE
 
 
 @pytest.mark.parametrize("cpus", ["real", pytest.param("128", marks=pytest.mark.long)])
@@ -103,7 +103,7 @@ def test_waiting_streams_do_not_hold_up_running_ones(folder, cpus, request):
 
     async def scenario(port: int) -> list[dict]:
         running = [asyncio.create_task(one_stream(port, 75, time.monotonic())) for _ in range(16)]
-        await asyncio.sleep(0.1)
+        await asyncio.to_thread(wait_until, lambda: server.engine_stats()["slots_free"] == 0, 2.0, "all slots taken")
         body = {"contents": ["a"], "max_tokens": 100, "stream": True}
         waiting = await asyncio.gather(*(open_stream("127.0.0.1", port, CHAT, body) for _ in range(304)))
         assert {stream.status for stream in waiting} == {200}
@@ -113,11 +113,11 @@ def test_waiting_streams_do_not_hold_up_running_ones(folder, cpus, request):
         return results
 
     env = request.getfixturevalue("many_cpus") if cpus == "128" else {}
-    with ServerProcess("--slots", "16", folder=folder, step_ms=20, env=env) as server:
+    with ServerProcess(*FRESH, "--slots", "16", folder=folder, step_ms=20, env=env) as server:
         results = asyncio.run(scenario(server.port))
     pause = max(r["pause"] for r in results)
     print(f"16 streams beside 304 that wait, {cpus} CPUs: longest pause {pause:.3f} s")
-    assert pause < 0.5
+    assert pause < 0.5 * PATIENCE
 
 
 async def leave(port: int, rng: random.Random, *, stream: bool) -> None:
@@ -201,9 +201,9 @@ def test_a_reader_that_does_not_read_is_cut_off_alone(folder):
         lazy = await open_stream("127.0.0.1", port, CHAT, body)
         lazy.reader._transport.pause_reading()
         began = time.monotonic()
-        while time.monotonic() - began < 20:
+        while time.monotonic() - began < 60:
             other = await one_stream(port, 20, time.monotonic())
-            assert other["pause"] < 0.5
+            assert other["pause"] < 0.5 * PATIENCE
             stats = json.loads(await (await open_stream("127.0.0.1", port, "/stats")).read())["engine"]
             if stats["sequences_running"] == 0 and time.monotonic() - began > 1:
                 break
@@ -215,7 +215,7 @@ def test_a_reader_that_does_not_read_is_cut_off_alone(folder):
     with ServerProcess(*flags, folder=folder, step_ms=2) as server:
         seconds = asyncio.run(scenario(server.port))
         print(f"cut off after {seconds:.1f} s")
-        assert seconds < 20
+        assert seconds < min(60, 20 * PATIENCE)
         assert "does not read" in server.output or "end=gone" in server.output  # the kernel may be first
 
 

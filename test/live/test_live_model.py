@@ -6,27 +6,25 @@ import json
 import time
 
 import pytest
-import torch
 from server_process import ServerProcess, wait_until
 from test_live_load import FRESH, idle
 
 from bench.client import open_stream
-from bench.synth_checkpoint import synth
 
 CHAT = "/v1/chat/completions"
 GREEDY = {"top_k": 1, "alpha_presence": 0, "alpha_frequency": 0, "stop_tokens": []}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "tiny.pth"
-    torch.save(synth("tiny", seed=3), path)
-    return path
+def server(random_model):
+    return random_model
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint, tmp_path_factory):
-    with ServerProcess(*FRESH, "--threads", "1", model=checkpoint, folder=tmp_path_factory.mktemp("server")) as running:
+def usual_server(tiny_checkpoint, tmp_path_factory):
+    """One with as many HTTP processes as it has by default."""
+    flags = [*FRESH, "--threads", "1"]
+    with ServerProcess(*flags, model=tiny_checkpoint, folder=tmp_path_factory.mktemp("usual")) as running:
         yield running
 
 
@@ -75,17 +73,18 @@ def test_tokens_are_counted_truly(server):
     assert [choice["message"]["content"] for choice in answer["choices"]] == ["", ""]
 
 
-def test_64_single_requests_take_little_longer_than_one_of_64(server):
+@pytest.mark.long
+def test_64_single_requests_take_little_longer_than_one_of_64(usual_server):
     async def singles() -> float:
         began = time.monotonic()
         await asyncio.gather(
-            *(stream(server.port, {"contents": [f"prompt {i}"], "max_tokens": 32, "chunk_size": 4}) for i in range(64))
+            *(stream(usual_server.port, {"contents": [f"prompt {i}"], "max_tokens": 32, "chunk_size": 4}) for i in range(64))
         )
         return time.monotonic() - began
 
     async def together() -> float:
         began = time.monotonic()
-        await stream(server.port, {"contents": [f"prompt {i}" for i in range(64)], "max_tokens": 32, "chunk_size": 4})
+        await stream(usual_server.port, {"contents": [f"prompt {i}" for i in range(64)], "max_tokens": 32, "chunk_size": 4})
         return time.monotonic() - began
 
     asyncio.run(singles())
@@ -100,15 +99,16 @@ def test_more_rows_than_slots_run_in_waves(server):
     assert answer["usage"]["completion_tokens"] == 600
 
 
-def test_a_long_prompt_delays_running_streams_by_chunks_only(server):
+@pytest.mark.long
+def test_a_long_prompt_delays_running_streams_by_chunks_only(usual_server):
     """A 2,000-token prompt among 32 streams: prefill runs in chunks between their steps."""
 
     async def scenario() -> tuple[float, float]:
         bodies = [{"contents": [f"{i}"], "max_tokens": 200, "chunk_size": 1, "ignore_eos": True} for i in range(32)]
-        jobs = [asyncio.create_task(stream(server.port, body)) for body in bodies]
+        jobs = [asyncio.create_task(stream(usual_server.port, body)) for body in bodies]
         await asyncio.sleep(0.3)
         began = time.monotonic()
-        await stream(server.port, {"contents": ["a b c d e f g h " * 250], "max_tokens": 1})
+        await stream(usual_server.port, {"contents": ["a b c d e f g h " * 250], "max_tokens": 1})
         took = time.monotonic() - began
         results = await asyncio.gather(*jobs)
         pauses = [b - a for _, times in results for a, b in itertools.pairwise(times) if began < b < began + took]
@@ -130,14 +130,3 @@ def test_clients_that_leave_free_the_real_engines_slots(server):
 
     asyncio.run(leave())
     wait_until(lambda: idle(server), 2.0, "slots free")
-
-
-def test_an_unusable_checkpoint_ends_with_2(tmp_path):
-    bad = tmp_path / "bad.pth"
-    bad.write_bytes(b"no model")
-    with ServerProcess(model=bad, folder=tmp_path, wait=False) as server:
-        assert server.process.wait(30) == 2
-        errors = [line for line in server.output.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1
-        assert "bad.pth" in errors[0]
-        assert "Traceback" not in server.output
