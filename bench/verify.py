@@ -19,7 +19,7 @@ import torch
 
 from rwkv_batch import weights as weights_module
 from rwkv_batch.assembly import tune_cpu, usable_cpus, valid_ids
-from rwkv_batch.errors import RwkvBatchError
+from rwkv_batch.errors import CheckpointError, RwkvBatchError
 from rwkv_batch.model import Model
 from rwkv_batch.reference import Rows
 from rwkv_batch.state import State
@@ -80,6 +80,8 @@ def main() -> int:
         return 2
     try:
         file = weights_module.find_checkpoint(args.model_path)
+        if file.suffix != ".pth":
+            raise CheckpointError(f"{file}: the package rwkv reads .pth files only")
         tensors = weights_module.read_file(file)
         tokenizer = for_vocab(weights_module.check_tensors(tensors, str(file)).vocab_size)
         model = Model(weights_module.load(file, valid_ids=lambda vocab_size: valid_ids(tokenizer)))

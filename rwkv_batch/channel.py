@@ -699,8 +699,9 @@ class EngineClient:
         dealer.disable_monitor()
         monitor.close()
         dealer.close()
+        served = self.phase in ("ready", "draining")  # why one that is still loading ends, it says itself
         self.phase, self.stats = "lost", {}
-        if not self._closing:
+        if served and not self._closing:
             log.warning("the engine is lost: %s", lost)
         self._questions.clear()
         self._fail_orders(Unavailable("the engine was lost while it worked on this", code="engine_lost", retry_after=2.0))
