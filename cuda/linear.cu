@@ -13,7 +13,7 @@
 // Split sums are put together inside a cluster of blocks, in the order of their ranks. Devices without clusters do not split.
 // Programmatic dependent launch: weights are fetched before griddepcontrol.wait, all else is touched after it.
 
-#include "launch.cuh"
+#include "hopper.cuh"
 
 #include <cooperative_groups.h>
 
@@ -66,28 +66,6 @@ struct Products {
 };
 
 #if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-__device__ __forceinline__ void init_barrier(uint64_t* barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
-}
-__device__ __forceinline__ void arrive(uint64_t* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
-    asm volatile(
-        "{ .reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again; }" ::"r"(shared_address(barrier)),
-        "r"(parity)
-        : "memory");
-}
-// All blocks of the cluster have started, and published their barriers, once this pair is through.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Store into the shared memory of a block of the cluster, where the bytes count towards its `barrier`.
 __device__ __forceinline__ void send(float* to, float value, uint64_t* barrier, int rank) {
     asm volatile(
@@ -422,30 +400,6 @@ __global__ __launch_bounds__((WARPS + 1) * LANES, HALVES == 1 && STAGES * STAGE_
 
 constexpr int SLICE = 64;  // values of k to a stage: 128 bytes, the width of a swizzled row
 
-// sums [64, ROWS_] += x [64, 16] weight [ROWS_, 16]^T, both in shared memory with 128-byte swizzle.
-template <int TILE_ROWS>
-__device__ __forceinline__ void wgmma(float (&s)[TILE_ROWS / 2], uint64_t x, uint64_t weight) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define S4(i) "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3])
-#define S16(i) S4(i), S4(i + 4), S4(i + 8), S4(i + 12)
-    if constexpr (TILE_ROWS == 64)
-        asm volatile(
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,"
-            "%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, 1, 1, 1, 0, 0;"
-            : S16(0), S16(16)
-            : "l"(x), "l"(weight));
-    else
-        asm volatile(
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,"
-            "%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,"
-            "%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, 1, 1, 1, 0, 0;"
-            : S16(0), S16(16), S16(32), S16(48)
-            : "l"(x), "l"(weight));
-#undef S16
-#undef S4
-#endif
-}
-
 // A tile of 64 * HIGH * GROUPS tokens by TILE_ROWS rows of weights; `splits` blocks, a cluster, share its K. Each of GROUPS
 // warpgroups has 64 * HIGH tokens. Rows of weights are dealt out in shared memory so that a lane ends up with 8 neighbouring ones.
 template <int GROUPS, int HIGH, int TILE_ROWS, int STAGES>
@@ -506,10 +460,6 @@ __global__ __launch_bounds__(GROUPS * 128) void many_tokens(const __grid_constan
         for (int i = 0; i < TILE_ROWS / STRIDE; i++)
             copy(to + i * STRIDE * 128, weight_rows[i] + (k < p.width ? k : 0), k < p.width);
     };
-    auto describe = [](uint32_t at) {
-        const uint64_t units = 1024 / 16;  // 8 rows of 128 bytes
-        return uint64_t(at & 0x3ffff) / 16 | units << 16 | units << 32 | uint64_t(1) << 62;
-    };
 
 #pragma unroll
     for (int s = 0; s < AHEAD; s++) load_weight(begin + s);
@@ -530,15 +480,15 @@ __global__ __launch_bounds__(GROUPS * 128) void many_tokens(const __grid_constan
         load_x(slice + AHEAD);
         asm volatile("cp.async.commit_group;");
         const uint32_t stage = base + (slice - begin) % STAGES * STAGE_BYTES;
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < SLICE / 16; k++)
 #pragma unroll
             for (int i = 0; i < HIGH; i++)
-                wgmma<TILE_ROWS>(sum[i], describe(stage + (warp / 4 * HIGH + i) * 64 * 128 + k * 32),
-                                 describe(stage + TOKENS * 128 + k * 32));
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                Wgmma<TILE_ROWS, false>::multiply(sum[i], describe(stage + (warp / 4 * HIGH + i) * 64 * 128 + k * 32),
+                                                  describe(stage + TOKENS * 128 + k * 32), 1);
+        wgmma_commit();
+        wgmma_wait<0>();
     }
 
     // The sums go through shared memory, which now is free, so that neighbouring threads write neighbouring rows.

@@ -13,7 +13,6 @@ from torch import Tensor
 
 POINTER = ctypes.c_void_p
 INT = ctypes.c_int
-FLOAT = ctypes.c_float
 
 
 class KernelLaunchFailed(RuntimeError):

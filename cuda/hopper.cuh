@@ -1,0 +1,191 @@
+// Hopper's barriers in shared memory, copy engine (TMA) and matrix product of four warps (wgmma), a function to an instruction.
+//
+// The first part also works on later devices, the second wants code for sm_90a. Products read tiles with rows of 128 bytes, in
+// the copy engine's 128-byte swizzle: piece i of 16 bytes of row r lies at i ^ r % 8.
+#pragma once
+
+#include "launch.cuh"
+
+#include <cuda.h>
+
+namespace rwkv {
+
+#if __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void init_barrier(uint64_t* barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
+}
+// What was initialised is seen by the copy engine and the other thread blocks of the cluster.
+__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+// The address of the same place in a thread block of the cluster.
+__device__ __forceinline__ uint32_t address_in(int rank, const void* p) {
+    uint32_t remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(p)), "r"(rank));
+    return remote;
+}
+// Arrive at this barrier of a thread block of the cluster; says nothing of what this thread wrote.
+__device__ __forceinline__ void arrive_at(uint64_t* barrier, int rank) {
+    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(rank, barrier)) : "memory");
+}
+// All threads of a cluster meet, without a promise about what they wrote.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Some whole warps of a thread block meet.
+__device__ __forceinline__ void sync_threads(int barrier, int count) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+#endif
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// What this thread stored in shared memory is seen by copies and products that start after the next barrier.
+__device__ __forceinline__ void publish_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+constexpr uint64_t READ_ONCE = 0x12F0000000000000, READ_AGAIN = 0x1000000000000000;  // L2 policies evict_first, evict_normal
+
+// Copy the box at (c0, c1, c2[, c3]) of a tensor map into shared memory; its bytes count towards `barrier`.
+__device__ __forceinline__ void copy_box(
+    void* to, const CUtensorMap& map, uint64_t* barrier, uint64_t policy, int c0, int c1, int c2
+) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
+        : "memory");
+}
+__device__ __forceinline__ void copy_box(
+    void* to, const CUtensorMap& map, uint64_t* barrier, uint64_t policy, int c0, int c1, int c2, int c3
+) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy)
+        : "memory");
+}
+
+// Copy to the place `to` of a thread block of the cluster; the bytes count towards `barrier` there.
+__device__ __forceinline__ void copy_to_block(int rank, const void* to, const void* from, int bytes, uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            address_in(rank, to)
+        ),
+        "r"(shared_address(from)), "r"(bytes), "r"(address_in(rank, barrier))
+        : "memory");
+}
+
+// Store 8x8 matrices of fp16 transposed: lane l holds two neighbouring columns of row l / 4 of each, and gives the address of a
+// column: lanes 0 to 7 those of the first, and so on.
+__device__ __forceinline__ void store_transposed(void* to, uint32_t a, uint32_t b) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(to)), "r"(a), "r"(b)
+                 : "memory");
+}
+
+// What wgmma wants to know of an operand in shared memory: address, 128-byte swizzle, 8 rows of 128 bytes after one another.
+__device__ __forceinline__ uint64_t describe(uint32_t tile) {
+    const uint64_t units = 1024 / 16;
+    return (tile & 0x3ffff) / 16 | units << 16 | units << 32 | uint64_t(1) << 62;
+}
+__device__ __forceinline__ uint64_t describe(const void* tile) { return describe(shared_address(tile)); }
+
+// sums [64, BN] (+)= a [64, 16] b [BN, 16]^T, both in shared memory; TRANSPOSED: a is stored [16, 64].
+template <int BN, bool TRANSPOSED>
+struct Wgmma;
+
+// The operand lists: %0 to %(BN / 2 - 1) are the sums.
+#define S8 "%0,%1,%2,%3"
+#define S16 S8 ",%4,%5,%6,%7"
+#define S32 S16 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define S64 S32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define S96 S64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define S128 S96 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define S160 S128 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define S208 S160 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103"
+#define S256 \
+    S208 ",%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define F4(i) "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3])
+#define F8(i) F4(i), F4(i + 4)
+#define F16(i) F8(i), F8(i + 8)
+#define F32(i) F16(i), F16(i + 16)
+#define F64(i) F32(i), F32(i + 32)
+#define DEFINE_WGMMA(BN, A, B, ADD, TRANS, ...)                                                                        \
+    template <bool TRANSPOSED>                                                                                         \
+    struct Wgmma<BN, TRANSPOSED> {                                                                                     \
+        static __device__ __forceinline__ void multiply(float (&s)[BN / 2], uint64_t a, uint64_t b, int add) {         \
+            asm volatile(                                                                                              \
+                "{ .reg .pred add; setp.ne.b32 add, %" #ADD ", 0;\n"                                                   \
+                "wgmma.mma_async.sync.aligned.m64n" #BN "k16.f32.f16.f16 {" S##BN "}, %" #A ", %" #B                   \
+                ", add, 1, 1, %" #TRANS ", 0; }"                                                                       \
+                : __VA_ARGS__                                                                                          \
+                : "l"(a), "l"(b), "r"(add), "n"(int(TRANSPOSED)));                                                     \
+        }                                                                                                              \
+    };
+DEFINE_WGMMA(8, 4, 5, 6, 7, F4(0))
+DEFINE_WGMMA(16, 8, 9, 10, 11, F8(0))
+DEFINE_WGMMA(32, 16, 17, 18, 19, F16(0))
+DEFINE_WGMMA(64, 32, 33, 34, 35, F32(0))
+DEFINE_WGMMA(128, 64, 65, 66, 67, F64(0))
+DEFINE_WGMMA(160, 80, 81, 82, 83, F64(0), F16(64))
+DEFINE_WGMMA(256, 128, 129, 130, 131, F64(0), F64(64))
+#undef DEFINE_WGMMA
+#undef S8
+#undef S16
+#undef S32
+#undef S64
+#undef S96
+#undef S128
+#undef S160
+#undef S208
+#undef S256
+#undef F4
+#undef F8
+#undef F16
+#undef F32
+#undef F64
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+#endif
+
+// Describe a fp16 tensor to the copy engine: sizes and the box that one copy takes, in values, innermost first; strides in bytes,
+// from the second dimension on. What a box has outside the tensor arrives as zeros. Returns a CUDA error number.
+inline int describe_tensor(
+    CUtensorMap* map, const void* tensor, int rank, const uint64_t* sizes, const uint64_t* strides, const uint32_t* box
+) {
+    static void* const encode = [] {
+        void* function = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+        return function;
+    }();
+    if (!encode) return cudaErrorNotSupported;
+    const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
+        map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank, const_cast<void*>(tensor), sizes, strides, box, steps,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+    );
+}
+
+}  // namespace rwkv
