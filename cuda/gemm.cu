@@ -17,12 +17,26 @@ namespace {
 constexpr int BK = 64;  // k of a stage: 128 bytes, the width of a swizzled row
 constexpr int MAX_STAGES = 16;
 constexpr int MAX_SPLIT = 8;        // thread blocks of a cluster on every device
+constexpr int BAND = 8;             // tiles of rows of x that go with all weights before the next: they stay in the L2 cache
 constexpr int HALF_PITCH = 64 + 8;  // fp16 row of the staged output of one warpgroup: 16 bytes apart modulo 128
+
+// Weights beside the main ones in the same launch: rows first[i] to first[i + 1] - 1 go with a plane of x of their own.
+constexpr int GROUPS = 4;
+struct Beside {
+    __half* out;            // [N, first[GROUPS]]
+    int first[GROUPS + 1];  // multiples of 8
+    int tile[GROUPS + 1];   // number of each group's first tile
+};
+// Of the groups, which are w, a, v, g of the low-rank pairs.
+__constant__ const int PLANE[GROUPS] = {3, 4, 2, 5}, ACTIVATION[GROUPS] = {TANH, NONE, NONE, SIGMOID};
 
 struct Shape {
     __half* out;  // [batch, N, M]
     int N, M, k_blocks, m_tiles, n_tiles, batch, split, log_split, stages;
-    bool transposed, relu_square;
+    bool transposed;
+    int activation;
+    Beside beside;
+    __host__ __device__ int weight_tiles() const { return m_tiles * batch + beside.tile[GROUPS]; }
 };
 
 // Thread blocks of wide tiles have a whole loading warpgroup, whose registers the others get; else one loading warp.
@@ -42,9 +56,15 @@ __device__ __forceinline__ float relu_squared(float a) {
     a = a < 0.f ? 0.f : a * a;
     return a > 65504.f ? 65504.f : a;
 }
+// Rare, and long: not to be repeated for every sum.
+__device__ __noinline__ float curve(float a, int activation) {
+    return activation == TANH ? tanhf(a) : __fdividef(1.f, 1.f + __expf(-a));
+}
 // Two results as fp16.
-__device__ __forceinline__ uint32_t finish(float a, float b, bool relu_square) {
-    const __half2 pair = relu_square ? __floats2half2_rn(relu_squared(a), relu_squared(b)) : __floats2half2_rn(a, b);
+__device__ __forceinline__ uint32_t finish(float a, float b, int activation) {
+    if (activation == RELU_SQUARE) a = relu_squared(a), b = relu_squared(b);
+    if (activation > RELU_SQUARE) a = curve(a, activation), b = curve(b, activation);
+    const __half2 pair = __floats2half2_rn(a, b);
     return reinterpret_cast<const uint32_t&>(pair);
 }
 
@@ -54,17 +74,36 @@ struct Work {
     __device__ explicit Work(const Shape& p) {
         part = blockIdx.x & (p.split - 1);
         first = blockIdx.x >> p.log_split, stride = gridDim.x >> p.log_split;
-        tiles = p.m_tiles * p.n_tiles * p.batch;
+        tiles = p.weight_tiles() * p.n_tiles;
         k0 = part * p.k_blocks >> p.log_split;
         steps = ((part + 1) * p.k_blocks >> p.log_split) - k0;
     }
 };
 struct Tile {
-    int m, n = 0, batch = 0;  // first weight row, first row of x
-    __device__ Tile(int tile, const Shape& p, int bm, int bn) {
-        if (p.n_tiles > 1) n = tile % p.n_tiles * bn, tile /= p.n_tiles;
-        if (p.batch > 1) batch = tile / p.m_tiles, tile %= p.m_tiles;
+    int m, n = 0, plane = 0;  // first weight row, first row of x and its plane
+    int end, activation;      // of the weights that belong together
+    bool beside = false;
+    __device__ Tile(int tile, const Shape& p, int bm, int bn) : end(p.M), activation(p.activation) {
+        if (p.n_tiles > 1) {
+            const int of_band = BAND * p.weight_tiles(), first = tile / of_band * BAND;
+            const int breadth = min(BAND, p.n_tiles - first);
+            tile %= of_band;
+            n = (first + tile % breadth) * bn, tile /= breadth;
+        }
+        const int others = tile - p.m_tiles * p.batch;
+        if (others >= 0) {
+            int group = 0;
+            while (others >= p.beside.tile[group + 1]) group++;
+            m = p.beside.first[group] + (others - p.beside.tile[group]) * bm, end = p.beside.first[group + 1];
+            plane = PLANE[group], activation = ACTIVATION[group], beside = true;
+            return;
+        }
+        if (p.batch > 1) plane = tile / p.m_tiles, tile %= p.m_tiles;
         m = tile * bm;
+    }
+    // Where the results of a row of x begin.
+    __device__ __half* out(const Shape& p, int row) const {
+        return beside ? p.beside.out + size_t(row) * p.beside.first[GROUPS] : p.out + (size_t(plane) * p.N + row) * p.M;
     }
 };
 
@@ -82,20 +121,23 @@ struct Barriers {
 // The loading warp, of which one thread works.
 template <int BM, int BN>
 __device__ __forceinline__ void load(
-    const CUtensorMap& w_map, const CUtensorMap& x_map, const Shape& p, const Work& work, char* stages, Barriers& barriers
+    const CUtensorMap& w_map, const CUtensorMap& x_map, const CUtensorMap& beside_map, const Shape& p, const Work& work,
+    char* stages, Barriers& barriers
 ) {
     const uint64_t w_policy = p.n_tiles == 1 ? READ_ONCE : READ_AGAIN;
     auto load_w = [&](int stage, const Tile& tile, int k) {
         expect_bytes(&barriers.full[stage], stage_bytes(BM, BN));
         char* to = stages + stage * stage_bytes(BM, BN);
-        if (p.transposed)
-            copy_box(to, w_map, &barriers.full[stage], w_policy, 0, k * BK, tile.m / 64, tile.batch);
+        if (tile.beside)
+            copy_box(to, beside_map, &barriers.full[stage], w_policy, k * BK, tile.m, 0);
+        else if (p.transposed)
+            copy_box(to, w_map, &barriers.full[stage], w_policy, 0, k * BK, tile.m / 64, tile.plane);
         else
-            copy_box(to, w_map, &barriers.full[stage], w_policy, k * BK, tile.m, tile.batch);
+            copy_box(to, w_map, &barriers.full[stage], w_policy, k * BK, tile.m, tile.plane);
     };
     auto load_x = [&](int stage, const Tile& tile, int k) {
         char* to = stages + stage * stage_bytes(BM, BN) + BM * BK * 2;
-        copy_box(to, x_map, &barriers.full[stage], READ_AGAIN, k * BK, tile.n, tile.batch);
+        copy_box(to, x_map, &barriers.full[stage], READ_AGAIN, k * BK, tile.n, tile.plane);
     };
     const bool leads = threadIdx.x % 32 == 0;
     const int early = min(p.stages, work.steps);
@@ -172,14 +214,14 @@ __device__ __forceinline__ void store(const float (&sums)[BN / 2], const Shape& 
             const float* s = sums + (n0 / 8 + j) * 4;
             // Fragments are [m, n]; the transposing store writes rows of 8 neighbouring m.
             __half* to = staged + (j * 8 + lane % 8) * HALF_PITCH + warp * 16 + lane / 8 % 2 * 8;
-            store_transposed(to, finish(s[0], s[1], p.relu_square), finish(s[2], s[3], p.relu_square));
+            store_transposed(to, finish(s[0], s[1], tile.activation), finish(s[2], s[3], tile.activation));
         }
         sync_threads(1 + group, 128);
 #pragma unroll
         for (int i = threadIdx.x % 128; i < TOKENS * 8; i += 128) {
-            const int n = n0 + i / 8, row = tile.n + n;
-            if (n < BN && row < p.N && m0 < p.M)
-                *reinterpret_cast<uint4*>(p.out + (size_t(tile.batch) * p.N + row) * p.M + m0 + i % 8 * 8) =
+            const int n = n0 + i / 8, row = tile.n + n, m = m0 + i % 8 * 8;
+            if (n < BN && row < p.N && m < tile.end)
+                *reinterpret_cast<uint4*>(tile.out(p, row) + m) =
                     *reinterpret_cast<const uint4*>(staged + i / 8 * HALF_PITCH + i % 8 * 8);
         }
     }
@@ -221,7 +263,7 @@ __device__ __forceinline__ void store_shared(
 #pragma unroll 1
         for (int i = thread; i < tokens * WIDTH; i += BM * 2) {
             const int n = i / WIDTH, m = i % WIDTH * 4, row = tile.n + n0 + work.part * tokens + n;
-            if (row >= p.N || tile.m + m >= p.M) continue;
+            if (row >= p.N || tile.m + m >= tile.end) continue;
             float4 sum{};
 #pragma unroll
             for (int part = 0; part < MAX_SPLIT; part++) {
@@ -230,8 +272,8 @@ __device__ __forceinline__ void store_shared(
                 const float4 v = *reinterpret_cast<const float4*>(from + n * PITCH + m);
                 sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
             }
-            *reinterpret_cast<uint2*>(p.out + (size_t(tile.batch) * p.N + row) * p.M + tile.m + m) =
-                make_uint2(finish(sum.x, sum.y, p.relu_square), finish(sum.z, sum.w, p.relu_square));
+            *reinterpret_cast<uint2*>(tile.out(p, row) + tile.m + m) =
+                make_uint2(finish(sum.x, sum.y, tile.activation), finish(sum.z, sum.w, tile.activation));
         }
         if (n0 + TOKENS < BN && tile.n + n0 + TOKENS < p.N) {
             sync_threads(1, BM * 2);
@@ -244,7 +286,8 @@ __device__ __forceinline__ void store_shared(
 
 template <int BM, int BN>
 __global__ void __launch_bounds__(threads(BM, BN), BN <= 64 ? 2 : 1)
-    gemm(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map, const Shape p) {
+    gemm(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map,
+         const __grid_constant__ CUtensorMap beside_map, const __grid_constant__ Shape p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char memory[];
     __shared__ Barriers barriers;
@@ -282,7 +325,7 @@ __global__ void __launch_bounds__(threads(BM, BN), BN <= 64 ? 2 : 1)
     } else {
         if (BN > 64) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (loads) {
-            load<BM, BN>(w_map, x_map, p, work, stages, barriers);
+            load<BM, BN>(w_map, x_map, beside_map, p, work, stages, barriers);
         } else {
             __syncthreads();
             if (clustered) cluster_wait();
@@ -296,7 +339,7 @@ __global__ void __launch_bounds__(threads(BM, BN), BN <= 64 ? 2 : 1)
 #endif
 }
 
-using Kernel = void (*)(CUtensorMap, CUtensorMap, Shape);
+using Kernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, Shape);
 struct Variant {
     int bm, bn;
     Kernel kernel;
@@ -307,6 +350,31 @@ constexpr Variant variant() {
 }
 const Variant VARIANTS[] = {variant<64, 8>(),   variant<64, 16>(),   variant<64, 32>(),   variant<64, 64>(),
                             variant<64, 128>(), variant<128, 128>(), variant<128, 160>(), variant<128, 256>()};
+
+// How a product is cut up: the boxes of the maps, and see the top of the file.
+struct Cut {
+    int bm, bn, split, stages, clusters, overlap;
+};
+
+cudaError_t launch(const void* w_map, const void* x_map, const void* beside_map, Shape p, int K, const Cut& cut, void* stream) {
+    p.split = cut.split, p.stages = cut.stages, p.k_blocks = K / BK;
+    p.log_split = cut.split >= MAX_SPLIT ? 3 : cut.split / 2;  // of 1, 2, 4, 8
+    if (p.N < 1 || p.M < 64 || p.M % 64 || K < p.split * BK || K % BK || p.split != 1 << p.log_split) return cudaErrorInvalidValue;
+    const int fewest = p.split > 1 ? 3 : 2;  // three hold a tile's sums
+    if (cut.clusters < 1 || p.stages < fewest || p.stages > MAX_STAGES) return cudaErrorInvalidValue;
+    for (const Variant& v : VARIANTS) {
+        if (v.bm != cut.bm || v.bn != cut.bn) continue;
+        p.m_tiles = (p.M + v.bm - 1) / v.bm, p.n_tiles = (p.N + v.bn - 1) / v.bn;
+        for (int i = 0; i < GROUPS; i++)
+            p.beside.tile[i + 1] = p.beside.tile[i] + (p.beside.first[i + 1] - p.beside.first[i] + v.bm - 1) / v.bm;
+        const int tiles = p.weight_tiles() * p.n_tiles, clusters = p.split > 1 ? tiles : std::min(cut.clusters, tiles);
+        const int shared = shared_bytes(v.bm, v.bn, p.split, p.stages);
+        const Launch how = {dim3(clusters * p.split), dim3(threads(v.bm, v.bn)), cudaStream_t(stream), cut.overlap, p.split, shared};
+        const auto map = [](const void* at) { return *static_cast<const CUtensorMap*>(at); };
+        return start(v.kernel, how, map(w_map), map(x_map), map(beside_map), p);
+    }
+    return cudaErrorInvalidValue;
+}
 
 }  // namespace
 }  // namespace rwkv
@@ -338,28 +406,25 @@ RWKV_EXPORT int rwkv_gemm(
     int bn, int split, int stages, int clusters, int overlap, void* stream
 ) {
     using namespace rwkv;
-    const int log_split = split >= MAX_SPLIT ? 3 : split / 2;  // of 1, 2, 4, 8
-    if (N < 1 || M < 64 || M % 64 || K < split * BK || K % BK || split != 1 << log_split) return cudaErrorInvalidValue;
-    const int fewest = split > 1 ? 3 : 2;  // three hold a tile's sums
-    if (clusters < 1 || stages < fewest || stages > MAX_STAGES) return cudaErrorInvalidValue;
-    for (const Variant& v : VARIANTS) {
-        if (v.bm != bm || v.bn != bn) continue;
-        const int m_tiles = (M + bm - 1) / bm, n_tiles = (N + bn - 1) / bn, tiles = m_tiles * n_tiles * batch;
-        Shape p{static_cast<__half*>(out), N, M, K / BK, m_tiles, n_tiles, batch, split, log_split, stages};
-        p.transposed = transposed, p.relu_square = relu_square;
-        cudaLaunchAttribute attributes[2];
-        attributes[0].id = cudaLaunchAttributeClusterDimension;
-        attributes[0].val.clusterDim = {unsigned(split), 1, 1};
-        attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[1].val.programmaticStreamSerializationAllowed = 1;
-        cudaLaunchConfig_t config{};
-        config.gridDim = dim3((split > 1 ? tiles : std::min(clusters, tiles)) * split), config.blockDim = dim3(threads(bm, bn));
-        config.dynamicSmemBytes = shared_bytes(bm, bn, split, stages);
-        config.stream = static_cast<cudaStream_t>(stream);
-        config.attrs = attributes, config.numAttrs = overlap ? 2 : 1;
-        return cudaLaunchKernelEx(
-            &config, v.kernel, *static_cast<const CUtensorMap*>(w_map), *static_cast<const CUtensorMap*>(x_map), p
-        );
+    Shape p{static_cast<__half*>(out), N, M};
+    p.batch = batch, p.transposed = transposed, p.activation = relu_square ? RELU_SQUARE : NONE;
+    return launch(w_map, x_map, w_map, p, K, {bm, bn, split, stages, clusters, overlap}, stream);
+}
+
+// The same for the first three planes of x [6, N, K], and hidden [N, R] = the first halves of the low-rank pairs: rank_w, _a, _v
+// and _g rows of a second weight [R, K], multiples of 8, with the planes and activations above.
+RWKV_EXPORT int rwkv_gemm_project(
+    const void* w_map, const void* x_map, const void* down_map, void* out, void* hidden, int N, int M, int K, int rank_w, int rank_a,
+    int rank_v, int rank_g, int bm, int bn, int split, int stages, int clusters, int overlap, void* stream
+) {
+    using namespace rwkv;
+    Shape p{static_cast<__half*>(out), N, M};
+    p.batch = 3;
+    p.beside.out = static_cast<__half*>(hidden);
+    const int ranks[GROUPS] = {rank_w, rank_a, rank_v, rank_g};
+    for (int i = 0; i < GROUPS; i++) {
+        if (ranks[i] < 0 || ranks[i] % 8) return cudaErrorInvalidValue;
+        p.beside.first[i + 1] = p.beside.first[i] + ranks[i];
     }
-    return cudaErrorInvalidValue;
+    return launch(w_map, x_map, down_map, p, K, {bm, bn, split, stages, clusters, overlap}, stream);
 }

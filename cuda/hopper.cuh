@@ -44,8 +44,9 @@ __device__ __forceinline__ uint32_t address_in(int rank, const void* p) {
 __device__ __forceinline__ void arrive_at(uint64_t* barrier, int rank) {
     asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(rank, barrier)) : "memory");
 }
-// All threads of a cluster meet, without a promise about what they wrote.
+// All threads of a cluster meet, without a promise about what they wrote; `cluster_release` gives it.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_release() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Some whole warps of a thread block meet.
 __device__ __forceinline__ void sync_threads(int barrier, int count) {
@@ -94,6 +95,11 @@ __device__ __forceinline__ void copy_to_block(int rank, const void* to, const vo
 // column: lanes 0 to 7 those of the first, and so on.
 __device__ __forceinline__ void store_transposed(void* to, uint32_t a, uint32_t b) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(to)), "r"(a), "r"(b)
+                 : "memory");
+}
+__device__ __forceinline__ void store_transposed(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)), "r"(a),
+                 "r"(b), "r"(c), "r"(d)
                  : "memory");
 }
 

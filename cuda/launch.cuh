@@ -5,6 +5,9 @@
 
 namespace rwkv {
 
+// What is done to a product's sums; squares go up to the largest fp16.
+enum Activation : int { NONE = 0, RELU_SQUARE = 1, TANH = 2, SIGMOID = 3 };
+
 // Waits until the kernels before have finished. Every block of every kernel calls this before it touches what they write or
 // read; what no kernel writes (weights) may be loaded before.
 __device__ __forceinline__ void wait_for_previous() {

@@ -6,7 +6,7 @@
 //
 //   stream_weights  up to 16 tokens, K up to 4096 (Hopper): bulk copies of weights keep the memory busy at all times
 //   few_ranks       up to 16 tokens, K up to 512
-//   many_tokens     more than 16 tokens (Hopper)
+//   many_tokens     more than 16 tokens (Hopper); low-rank pairs of many more: grouped.cu
 //   few_tokens      all other cases
 //   sparse_project  the sparse half of the channel mix
 //
@@ -14,6 +14,7 @@
 // Programmatic dependent launch: weights are fetched before griddepcontrol.wait, all else is touched after it.
 
 #include "hopper.cuh"
+#include "products.cuh"
 
 #include <cooperative_groups.h>
 
@@ -22,48 +23,11 @@ namespace {
 
 namespace cg = cooperative_groups;
 
-constexpr float FP16_MAX = 65504.f;
 constexpr int ROWS = 8;    // of the weights, to a tile of the kernels for few tokens
 constexpr int STEP = 32;   // values of k that four lanes read with one 16-byte load each
 constexpr int WARPS = 8;   // that multiply, to a block of these kernels
 constexpr int MAX_FEW = 16;  // tokens
 constexpr int CLUSTER = 8;
-
-enum Activation : int { NONE = 0, RELU_SQUARE = 1, TANH = 2, SIGMOID = 3 };
-
-struct Product {
-    const __half* x;       // [N, K], rows x_stride apart
-    const __half* weight;  // [rows, K]
-    const float* bias;     // [rows] or null
-    void* out;             // [N, rows], rows out_stride apart; fp32 when `wide`, else fp16
-    int x_stride;
-    int out_stride;
-    int rows;
-    int width;  // K, a multiple of STEP
-    int activation;
-    bool wide;
-};
-constexpr int MAX_PRODUCTS = 7;
-struct Products {
-    int first_tile[MAX_PRODUCTS + 1] = {};  // of each product among the tiles of all
-    int tiles = 0;
-    int count = 0;
-    int num_tokens = 0;
-    Product item[MAX_PRODUCTS];
-
-    void add(const Product& product, int tile_rows) {
-        first_tile[count] = tiles;
-        item[count++] = product;
-        tiles += (product.rows + tile_rows - 1) / tile_rows;
-        for (int i = count; i <= MAX_PRODUCTS; i++) first_tile[i] = tiles;
-    }
-    __device__ __forceinline__ int of(int tile) const {
-        int i = 0;
-#pragma unroll
-        for (int j = 1; j < MAX_PRODUCTS; j++) i += tile >= first_tile[j];
-        return i;
-    }
-};
 
 #if __CUDA_ARCH__ >= 900
 // Store into the shared memory of a block of the cluster, where the bytes count towards its `barrier`.
@@ -104,47 +68,6 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ float activate(int activation, float v) {
-    if (activation == RELU_SQUARE) {
-        v = fmaxf(v, 0.f);
-        return fminf(v * v, FP16_MAX);
-    }
-    if (activation == TANH) return tanhf(v);
-    if (activation == SIGMOID) return __fdividef(1.f, 1.f + __expf(-v));
-    return v;
-}
-
-__device__ __forceinline__ float bias_of(const Product& p, int row) { return p.bias ? p.bias[min(row, p.rows - 1)] : 0.f; }
-
-// Activates and stores COUNT neighbouring sums of a token.
-template <int COUNT>
-__device__ __forceinline__ void store(const Product& p, int token, int row, float (&v)[COUNT]) {
-    const int64_t at = int64_t(token) * p.out_stride + row;
-    alignas(16) __half halves[COUNT];
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        v[i] = activate(p.activation, v[i]);
-        halves[i] = __float2half_rn(v[i]);
-    }
-    if (row + COUNT > p.rows || p.out_stride % COUNT) {
-        for (int i = 0; i < COUNT && row + i < p.rows; i++) {
-            if (p.wide) static_cast<float*>(p.out)[at + i] = v[i];
-            else static_cast<__half*>(p.out)[at + i] = halves[i];
-        }
-    } else if (p.wide) {
-        float* out = static_cast<float*>(p.out) + at;
-        if constexpr (COUNT == 2) *reinterpret_cast<float2*>(out) = make_float2(v[0], v[1]);
-        else
-#pragma unroll
-            for (int i = 0; i < COUNT; i += 4) *reinterpret_cast<float4*>(out + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
-    } else {
-        __half* out = static_cast<__half*>(p.out) + at;
-        if constexpr (COUNT == 2) *reinterpret_cast<uint32_t*>(out) = *reinterpret_cast<uint32_t*>(halves);
-        if constexpr (COUNT == 4) *reinterpret_cast<uint2*>(out) = *reinterpret_cast<uint2*>(halves);
-        if constexpr (COUNT == 8) *reinterpret_cast<uint4*>(out) = *reinterpret_cast<uint4*>(halves);
-    }
 }
 
 constexpr int DEPTH = 8;  // loads that a lane keeps in flight
@@ -485,8 +408,9 @@ __global__ __launch_bounds__(GROUPS * 128) void many_tokens(const __grid_constan
         for (int k = 0; k < SLICE / 16; k++)
 #pragma unroll
             for (int i = 0; i < HIGH; i++)
-                Wgmma<TILE_ROWS, false>::multiply(sum[i], describe(stage + (warp / 4 * HIGH + i) * 64 * 128 + k * 32),
-                                                  describe(stage + TOKENS * 128 + k * 32), 1);
+                Wgmma<TILE_ROWS, false>::multiply(
+                    sum[i], describe(stage + (warp / 4 * HIGH + i) * 64 * 128 + k * 32), describe(stage + TOKENS * 128 + k * 32), 1
+                );
         wgmma_commit();
         wgmma_wait<0>();
     }
@@ -737,14 +661,14 @@ struct Ranks {
     int total() const { return w + a + v + g; }
 };
 
-void add_down(Products& all, const __half* mixed, const __half* down, __half* hidden, int width, Ranks ranks) {
+void add_down(Products& all, const __half* mixed, const __half* down, __half* hidden, int width, Ranks ranks, int tile_rows) {
     const int rank[4] = {ranks.w, ranks.a, ranks.v, ranks.g}, plane[4] = {3, 4, 2, 5};
     const int activation[4] = {TANH, NONE, NONE, SIGMOID};
     for (int i = 0, row = 0; i < 4; row += rank[i++])
         if (rank[i])
             all.add({mixed + int64_t(plane[i]) * all.num_tokens * width, down + int64_t(row) * width, nullptr, hidden + row, width,
                      ranks.total(), rank[i], width, activation[i], false},
-                    tile_rows(all.num_tokens, SMALL_DOWN));
+                    tile_rows);
 }
 
 }  // namespace
@@ -765,16 +689,19 @@ RWKV_EXPORT int rwkv_gemv(const void* x, const void* weight, void* out, int prob
     return start_stream(all, overlap, stream);
 }
 
-// hidden [N, R] from mixed [6, N, C] and down [R, C].
+// hidden [N, R] from mixed [6, N, C] and down [R, C]. tile, splits, blocks: of `start_grouped`; without a tile, as is best for
+// few tokens.
 RWKV_EXPORT int rwkv_low_rank_down(const void* mixed, const void* down, void* hidden, int num_tokens, int width, int rank_w,
-                                   int rank_a, int rank_v, int rank_g, int overlap, void* stream) {
+                                   int rank_a, int rank_v, int rank_g, int tile, int splits, int blocks, int overlap,
+                                   void* stream) {
     Products all;
     all.num_tokens = num_tokens;
     add_down(all, static_cast<const __half*>(mixed), static_cast<const __half*>(down), static_cast<__half*>(hidden), width,
-             {rank_w, rank_a, rank_v, rank_g});
+             {rank_w, rank_a, rank_v, rank_g}, tile ? GROUPED_ROWS : tile_rows(num_tokens, SMALL_DOWN));
+    if (tile) return start_grouped(all, tile, splits, blocks, overlap, stream);
     if (num_tokens <= MAX_FEW) return start_stream(all, overlap, stream);
     if (!device().hopper) return start_few<WARPS>(all, overlap, stream);
-    const int splits = down_splits(num_tokens);
+    splits = down_splits(num_tokens);
     if (num_tokens <= 64) return start_many<1, 1, 64, 8>(all, splits, overlap, stream);
     if (num_tokens <= SMALL_DOWN) return start_many<2, 1, 64, 4>(all, splits, overlap, stream);
     return start_many<2, 1, 128, 3>(all, splits, overlap, stream);
@@ -791,14 +718,14 @@ RWKV_EXPORT int rwkv_project(const void* mixed, const void* weight, const void* 
                  nullptr, static_cast<__half*>(rkv) + i * num_tokens * width, width, width, width, width, NONE, false},
                 ROWS);
     add_down(all, static_cast<const __half*>(mixed), static_cast<const __half*>(down), static_cast<__half*>(hidden), width,
-             {rank_w, rank_a, rank_v, rank_g});
+             {rank_w, rank_a, rank_v, rank_g}, ROWS);
     return start_stream(all, overlap, stream);
 }
 
-// u, rate, blend, gate [N, C] from hidden [N, R]; up holds [C, rank] of w, a, v, g one after another.
+// u, rate, blend, gate [N, C] from hidden [N, R]; up holds [C, rank] of w, a, v, g one after another. tile, blocks: as above.
 RWKV_EXPORT int rwkv_low_rank_up(const void* hidden, const void* up, const void* w0, const void* a0, const void* v0, void* u,
                                  void* rate, void* blend, void* gate, int num_tokens, int width, int rank_w, int rank_a, int rank_v,
-                                 int rank_g, int overlap, void* stream) {
+                                 int rank_g, int tile, int blocks, int overlap, void* stream) {
     const Ranks ranks{rank_w, rank_a, rank_v, rank_g};
     const int rank[4] = {rank_w, rank_a, rank_v, rank_g}, activation[4] = {NONE, SIGMOID, SIGMOID, NONE};
     const void* bias[4] = {w0, a0, v0, nullptr};
@@ -812,8 +739,9 @@ RWKV_EXPORT int rwkv_low_rank_up(const void* hidden, const void* up, const void*
         if (rank[i])
             all.add({static_cast<const __half*>(hidden) + row, static_cast<const __half*>(up) + int64_t(row) * width,
                      static_cast<const float*>(bias[i]), out[i], ranks.total(), width, width, rank[i], activation[i], i == 0},
-                    tile_rows(num_tokens, SMALL_UP));
+                    tile ? GROUPED_ROWS : tile_rows(num_tokens, SMALL_UP));
     }
+    if (tile) return start_grouped(all, tile, 1, blocks, overlap, stream);
     if (num_tokens <= MAX_FEW && longest <= MAX_RANK_STEPS * STEP) {
         const unsigned blocks = (all.tiles + WARPS - 1) / WARPS;
         return start(num_tokens <= 8 ? few_ranks<1> : few_ranks<2>, {blocks, WARPS * LANES, cudaStream_t(stream), overlap}, all);

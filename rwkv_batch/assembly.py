@@ -26,6 +26,7 @@ from rwkv_batch.kernels import KernelError
 from rwkv_batch.launch import Launcher
 from rwkv_batch.model import Model
 from rwkv_batch.plan import SCORED_TOKENS
+from rwkv_batch.prefill_graphs import PrefillGraphs
 from rwkv_batch.prefix_cache import PrefixCache
 from rwkv_batch.request import Failure, Progress
 from rwkv_batch.scheduler import Scheduler
@@ -200,11 +201,14 @@ def build_engine(
         return Engine(Model(weights, ops, " but ".join(["kernels", *failing])), sampler, state)
     ops = KernelOps(weights, launcher, **limits)
     sizes = graph_sizes or ([num_slots] if config.batch_invariant else buckets_for(num_slots))
-    ops.tune(weights, sizes)
     model = Model(weights, ops, "kernels")
     graphs = DecodeGraphs(model, sampler, state, sizes)
+    prefills = None if config.batch_invariant else PrefillGraphs(model, sampler, state, max_tokens=max_tokens)
+    ops.tune(weights, sorted({*sizes, *(prefills.sizes if prefills else ())}))
     graphs.capture()
-    return Engine(model, sampler, state, graphs)
+    if prefills:
+        prefills.capture()
+    return Engine(model, sampler, state, graphs, prefills)
 
 
 def compiled_ops(mode: str) -> SimpleNamespace:

@@ -15,6 +15,7 @@ from rwkv_batch.decode_graphs import DecodeGraphs
 from rwkv_batch.logprobs import Scoring, is_scored
 from rwkv_batch.model import Model
 from rwkv_batch.plan import Plan, Row
+from rwkv_batch.prefill_graphs import PrefillGraphs
 from rwkv_batch.reference import Rows
 from rwkv_batch.request import Sequence, TokenLogprob
 from rwkv_batch.state import Snapshot, State
@@ -48,15 +49,24 @@ class Step:
 class Engine:
     """`num_slots` sequences in flight on one device.
 
-    state   the state arrays, whose number of slots is the engine's
-    graphs  captured decode steps; None = every step is launched kernel by kernel
+    state     the state arrays, whose number of slots is the engine's
+    graphs    captured decode steps; None = every step is launched kernel by kernel
+    prefills  captured prefill steps; None = likewise
     """
 
-    def __init__(self, model: Model, sampler: Sampler, state: State, graphs: DecodeGraphs | None = None):
+    def __init__(
+        self,
+        model: Model,
+        sampler: Sampler,
+        state: State,
+        graphs: DecodeGraphs | None = None,
+        prefills: PrefillGraphs | None = None,
+    ):
         self.model = model
         self.sampler = sampler
         self.state = state
         self.graphs = graphs
+        self.prefills = prefills
         self.device = model.weights.device
         self.num_eager_decodes = 0
         self._thread = 0
@@ -77,6 +87,8 @@ class Engine:
         decoding = not any(row.ids for row in rows)
         if decoding and self.graphs is not None:
             return self._replay(rows)
+        if self._is_captured(rows):
+            return self._replay_prefill(rows)
         self.num_eager_decodes += decoding
         packed = self._pack(rows)
         sampling = [i for i, row in enumerate(rows) if row.sample]
@@ -116,9 +128,14 @@ class Engine:
         return [Token(sequence, id if ok else None) for sequence, id, ok in rows]
 
     def stats(self) -> dict[str, int]:
-        """Decode steps so far, by how they ran: as a captured graph, or launched operation by operation."""
+        """Steps so far that ran as captured graphs, and decode steps that were launched operation by operation."""
         num_replays = 0 if self.graphs is None else self.graphs.num_replays
-        return {"graph_steps_total": num_replays, "eager_decode_steps_total": self.num_eager_decodes}
+        num_prefills = 0 if self.prefills is None else self.prefills.num_replays
+        return {
+            "graph_steps_total": num_replays,
+            "graph_prefill_steps_total": num_prefills,
+            "eager_decode_steps_total": self.num_eager_decodes,
+        }
 
     @torch.inference_mode()
     def take(self, slot: int) -> Snapshot:
@@ -133,7 +150,24 @@ class Engine:
     def _replay(self, rows: list[Row]) -> Step:
         """Decode one token for each row, all of which sample."""
         slots = [row.sequence.slot for row in rows]
-        sampled, logits = self.graphs.replay(slots)
+        return self._replayed(rows, *self.graphs.replay(slots))
+
+    def _is_captured(self, rows: list[Row]) -> bool:
+        """Whether there is a graph of a prefill step that can feed these rows."""
+        if self.prefills is None or not self.prefills.fits(sum(len(row.ids) for row in rows), len(rows)):
+            return False
+        return all(row.ids and not is_scored(row) for row in rows)
+
+    def _replay_prefill(self, rows: list[Row]) -> Step:
+        """Feed each row its ids, and sample those that ask for it."""
+        rows.sort(key=lambda row: not row.sample)
+        sampling = [row for row in rows if row.sample]
+        slots = [row.sequence.slot for row in rows]
+        sampled, logits = self.prefills.replay(slots, [row.ids for row in rows], len(sampling))
+        return self._replayed(sampling, sampled, logits) if sampling else Step([], None)
+
+    def _replayed(self, rows: list[Row], sampled: Sampled, logits: torch.Tensor) -> Step:
+        slots = [row.sequence.slot for row in rows]
         needs = [self.sampler.controls.needs[slot] for slot in slots]
         if any(need.logprobs is not None for need in needs):
             slot_tensor = torch.tensor(slots).to(self.device, non_blocking=True)

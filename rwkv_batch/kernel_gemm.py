@@ -14,6 +14,7 @@ from rwkv_batch.launch import INT, POINTER, Launcher, check, pointer
 BK = 64  # k of a stage; sizes must be multiples of 64
 TILES = {64: (8, 16, 32, 64, 128), 128: (128, 160, 256)}  # weight rows of a tile: rows of x of a tile
 MAX_STAGES = 16
+PLANES = 6  # of what `project` reads: r, k, v, w, a, g
 SHARED_MEMORY = 225 << 10  # bytes of a multiprocessor that one thread block may take, or several together
 NOT_SUPPORTED = 801  # cudaErrorNotSupported
 MAX_MAPS = 4096  # descriptions of x kept; beyond that they are made anew
@@ -49,6 +50,19 @@ class Matrix:
     maps: dict[int, ctypes.Array]
 
 
+@dataclass(frozen=True)
+class Down:
+    """The first halves of a layer's low-rank pairs [R, K], and how the copy engine reads them."""
+
+    weight: Tensor
+    ranks: tuple[int, int, int, int]
+    maps: dict[int, ctypes.Array]
+
+    def tiles(self, height: int) -> int:
+        """Return how many tiles they are."""
+        return sum(math.ceil(rank / height) for rank in self.ranks)
+
+
 class Gemm:
     """The matrix product on one device.
 
@@ -60,6 +74,7 @@ class Gemm:
         self.launcher = launcher
         self.overlap = overlap
         self._gemm = launcher.bind("rwkv_gemm", *(POINTER,) * 3, *(INT,) * 12)
+        self._project = launcher.bind("rwkv_gemm_project", *(POINTER,) * 5, *(INT,) * 13)
         self._encode = launcher.library.rwkv_gemm_map
         self._encode.argtypes = (POINTER, POINTER, INT, POINTER, POINTER, POINTER)
         self._maps: dict[tuple[int, ...], ctypes.Array] = {}
@@ -80,14 +95,22 @@ class Gemm:
         check("weight", weight, self.launcher.device, torch.float16, weight.shape)
         if M % 64 or K % 64:
             raise ValueError(f"weight: sizes must be multiples of 64, got {list(weight.shape)}")
-        maps = {}
-        for height in TILES:
-            if transposed:
-                sizes, strides, box = (64, K, M // 64, batch), (2 * M, 128, 2 * M * K), (64, BK, height // 64, 1)
-            else:
-                sizes, strides, box = (K, M, batch), (2 * K, 2 * M * K), (BK, height, 1)
-            maps[height] = self._map(weight, sizes, strides, box)
+        if transposed:
+            sizes, strides = (64, K, M // 64, batch), (2 * M, 128, 2 * M * K)
+            maps = {height: self._map(weight, sizes, strides, (64, BK, height // 64, 1)) for height in TILES}
+        else:
+            maps = self._maps_of(weight, M, K, batch)
         return Matrix(weight, batch, M, K, transposed, weight.dim() == 3, maps)
+
+    def prepare_down(self, weight: Tensor, ranks: tuple[int, int, int, int]) -> Down:
+        """Describe the first halves of the low-rank pairs [R, K], for `project`; ranks of w, a, v, g, multiples of 8."""
+        check("weight", weight, self.launcher.device, torch.float16, (sum(ranks), weight.shape[-1]))
+        if weight.shape[1] % 64 or any(rank % 8 for rank in ranks):
+            raise ValueError(f"weight: K {weight.shape[1]} must be a multiple of 64, ranks {ranks} of 8")
+        return Down(weight, ranks, self._maps_of(weight, *weight.shape, 1))
+
+    def _maps_of(self, weight: Tensor, M: int, K: int, batch: int) -> dict[int, ctypes.Array]:
+        return {height: self._map(weight, (K, M, batch), (2 * K, 2 * M * K), (BK, height, 1)) for height in TILES}
 
     def gemm(self, x: Tensor, matrix: Matrix, out: Tensor, relu_square: bool = False, plan: Plan | None = None) -> Tensor:
         """out [N, M] = x [N, K] W^T, fp16 with sums in fp32; stacked: x [batch, N, K], out [batch, N, M].
@@ -98,18 +121,55 @@ class Gemm:
         check("x", x, self.launcher.device, torch.float16, (*lead, N, matrix.K))
         check("out", out, self.launcher.device, torch.float16, (*lead, N, matrix.M))
         plan = plan or self.plan(N, matrix)
-        key = (x.data_ptr(), N, matrix.K, matrix.batch, plan.tile)
-        x_map = self._maps.get(key)
-        if x_map is None:
-            if len(self._maps) >= MAX_MAPS:
-                self._maps.clear()
-            x_map = self._map(x, (matrix.K, N, matrix.batch), (2 * matrix.K, 2 * N * matrix.K), (BK, plan.tile, 1))
-            self._maps[key] = x_map
+        x_map = self._x_map(x, N, matrix.K, matrix.batch, plan.tile)
         self.launcher.launch(
             self._gemm, ctypes.addressof(matrix.maps[plan.height]), ctypes.addressof(x_map), pointer(out),
             N, matrix.M, matrix.K, matrix.batch, matrix.transposed, relu_square, *plan, self.overlap,
         )  # fmt: skip
         return out
+
+    def project(self, mixed: Tensor, matrix: Matrix, down: Down, rkv: Tensor, hidden: Tensor, plan: Plan) -> None:
+        """rkv [3, N, M] = r, k and v, and hidden [N, R] = tanh(x_w w1), x_a a1, x_v v1, sigmoid(x_g g1), in one launch.
+
+        mixed [6, N, K] in the order r, k, v, w, a, g; `matrix` stacks three weights. As `gemm` otherwise.
+        """
+        N = mixed.shape[1]
+        check("mixed", mixed, self.launcher.device, torch.float16, (PLANES, N, matrix.K))
+        check("rkv", rkv, self.launcher.device, torch.float16, (3, N, matrix.M))
+        check("hidden", hidden, self.launcher.device, torch.float16, (N, len(down.weight)))
+        if matrix.batch != 3 or matrix.transposed or down.weight.shape[1] != matrix.K:
+            raise ValueError("matrix: three weights [M, K] are needed, and `down` of the same K")
+        x_map = self._x_map(mixed, N, matrix.K, PLANES, plan.tile)
+        maps = (matrix.maps[plan.height], x_map, down.maps[plan.height])
+        self.launcher.launch(
+            self._project, *map(ctypes.addressof, maps), pointer(rkv), pointer(hidden), N, matrix.M, matrix.K, *down.ranks,
+            *plan, self.overlap,
+        )  # fmt: skip
+
+    def project_plans(self, N: int, matrix: Matrix, down: Down) -> list[Plan]:
+        """Return ways to cut up `project` for N rows, of which timing shall choose."""
+        plans = []
+        for height, tile in ((h, t) for h, tiles in TILES.items() for t in tiles):
+            if (N <= 64 and not N <= tile < 2 * max(N, 8)) or (N > 64 and tile < 64):
+                continue
+            tiles = math.ceil(N / tile) * (math.ceil(matrix.M / height) * 3 + down.tiles(height))
+            for split in (1, 2):
+                if split == 2 and (N > 64 or tiles * 2 > 5 * self.processors or matrix.K < 12 * BK):
+                    continue
+                most = 5 if tile <= 32 else 2 if tile <= 64 else 1
+                least = min(most, math.ceil(tiles * split / self.processors))
+                for blocks in sorted({least, max(1, least - 1)} if N <= 64 else {least}):
+                    stages = _stages(height, tile, split, matrix.K // BK // split, blocks)
+                    plans.append(Plan(height, tile, split, stages, _even(tiles, blocks * self.processors)))
+        return list(dict.fromkeys(plans))
+
+    def _x_map(self, x: Tensor, N: int, K: int, planes: int, tile: int) -> ctypes.Array:
+        key = (x.data_ptr(), N, K, planes, tile)
+        if key not in self._maps:
+            if len(self._maps) >= MAX_MAPS:
+                self._maps.clear()
+            self._maps[key] = self._map(x, (K, N, planes), (2 * K, 2 * N * K), (BK, tile, 1))
+        return self._maps[key]
 
     def plan(self, N: int, matrix: Matrix) -> Plan:
         """Return how `gemm` cuts up a product of N rows."""

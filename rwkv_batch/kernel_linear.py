@@ -1,12 +1,15 @@
-"""The matrix products of cuda/linear.cu: few tokens, the low-rank pairs, and the sparse half of the channel mix.
+"""The matrix products of cuda/linear.cu and grouped.cu: few tokens, low-rank pairs, the sparse half of the channel mix.
 
 N tokens, width C, feed-forward width F; operands and results are fp16 unless said otherwise, sums are fp32. A token's result
 depends neither on the other tokens nor on its place among them. Up to 16 tokens it does not depend on N either, and in
-`sparse_project` never. Beyond, the order of the sums of low_rank_down changes with the number of blocks that share one: 8 up to
-512 tokens, 4 up to 1,024, 2 up to 2,048, and 1 from 2,049 on.
+`sparse_project` never. Beyond, low_rank_up has two orders of sums, below and from GROUPED_UP tokens on; that of low_rank_down
+changes with the number of thread blocks that share one: 8 below GROUPED_DOWN tokens, then 8, 4, 2 or 1, see `down_plan`.
 """
 
+import functools
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +22,22 @@ MAX_GEMV = 16  # tokens
 MAX_SPARSE = 8  # tokens
 RANK_UNIT = 32  # the kernels' ranks are multiples of this
 PLANES = 6  # of `mixed`: r, k, v, w, a, g
+GROUPED_DOWN = 128  # tokens from which low_rank_down is a grouped product (cuda/grouped.cu), on Hopper GPUs
+GROUPED_UP = 128  # the same of low_rank_up
+GROUPED_ROWS, GROUPED_K = 128, 64  # rows of weights of a tile, values of k that are loaded at a time
+
+
+class Plan(NamedTuple):
+    """How a grouped product is cut up: see `start_grouped` in cuda/products.cuh. No tile: not grouped.
+
+    tile    tokens of a tile: 32, 64, 128, 160 or 256
+    splits  thread blocks that share a tile's K and add their sums in a fixed order, 1 to 8; of low_rank_down
+    blocks  thread blocks to a multiprocessor
+    """
+
+    tile: int = 0
+    splits: int = 1
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -76,10 +95,13 @@ class Linear:
     def __init__(self, launcher: Launcher, *, overlap: bool = False):
         self.launcher = launcher
         self.overlap = overlap
+        properties = torch.cuda.get_device_properties(launcher.device)
+        self.processors = properties.multi_processor_count
+        self.hopper = properties.major == 9
         self._gemv = launcher.bind("rwkv_gemv", *[POINTER] * 3, *[INT] * 6)
         self._project = launcher.bind("rwkv_project", *[POINTER] * 5, *[INT] * 7)
-        self._down = launcher.bind("rwkv_low_rank_down", *[POINTER] * 3, *[INT] * 7)
-        self._up = launcher.bind("rwkv_low_rank_up", *[POINTER] * 9, *[INT] * 7)
+        self._down = launcher.bind("rwkv_low_rank_down", *[POINTER] * 3, *[INT] * 10)
+        self._up = launcher.bind("rwkv_low_rank_up", *[POINTER] * 9, *[INT] * 9)
         self._sparse = launcher.bind("rwkv_sparse_project", *[POINTER] * 3, *[INT] * 4)
         self._relu_square = launcher.bind("rwkv_relu_square", POINTER, INT, INT)
 
@@ -112,21 +134,37 @@ class Linear:
         pointers = (mixed.data_ptr(), weight.data_ptr(), pack.down.data_ptr(), rkv.data_ptr(), hidden.data_ptr())
         self.launcher.launch(self._project, *pointers, n, c, *pack.ranks, self.overlap)
 
-    def low_rank_down(self, mixed: Tensor, pack: LowRank, hidden: Tensor) -> None:
-        """hidden [N, R] = tanh(x_w w1), x_a a1, x_v v1, sigmoid(x_g g1) side by side, of mixed [6, N, C]."""
+    def low_rank_down(self, mixed: Tensor, pack: LowRank, hidden: Tensor, *, plan: Plan | None = None) -> None:
+        """hidden [N, R] = tanh(x_w w1), x_a a1, x_v v1, sigmoid(x_g g1) side by side, of mixed [6, N, C].
+
+        plan  instead of that for N tokens
+        """
         n, c = mixed.shape[1], pack.width
         self._check("mixed", mixed, (PLANES, n, c))
         self._check("hidden", hidden, (n, pack.rank))
+        grouped = self.hopper and n >= GROUPED_DOWN
+        plan = plan or (down_plan(n, c, pack.ranks, self.processors) if grouped else Plan())
         pointers = (mixed.data_ptr(), pack.down.data_ptr(), hidden.data_ptr())
-        self.launcher.launch(self._down, *pointers, n, c, *pack.ranks, self.overlap)
+        self.launcher.launch(self._down, *pointers, n, c, *pack.ranks, *plan, self.overlap)
 
-    def low_rank_up(self, hidden: Tensor, pack: LowRank, u: Tensor, rate: Tensor, blend: Tensor | None, gate: Tensor) -> None:
+    def low_rank_up(
+        self,
+        hidden: Tensor,
+        pack: LowRank,
+        u: Tensor,
+        rate: Tensor,
+        blend: Tensor | None,
+        gate: Tensor,
+        *,
+        plan: Plan | None = None,
+    ) -> None:
         """From hidden [N, R], all [N, C]: the pairs' second halves.
 
         u     fp32, w0 + h_w w2: what the decay is the sigmoid of
         rate  sigmoid(a0 + h_a a2)
         blend sigmoid(v0 + h_v v2), not written in layer 0
         gate  h_g g2
+        plan  instead of that for N tokens
         """
         n, c = hidden.shape[0], pack.width
         self._check("hidden", hidden, (n, pack.rank))
@@ -138,7 +176,9 @@ class Linear:
             self._check("blend", blend, (n, c))
         inputs = (hidden.data_ptr(), pack.up.data_ptr(), pack.w0.data_ptr(), pack.a0.data_ptr(), pointer(pack.v0))
         outputs = (u.data_ptr(), rate.data_ptr(), pointer(blend), gate.data_ptr())
-        self.launcher.launch(self._up, *inputs, *outputs, n, c, *pack.ranks, self.overlap)
+        grouped = self.hopper and n >= GROUPED_UP
+        plan = plan or (up_plan(n, c, pack.ranks, self.processors) if grouped else Plan())
+        self.launcher.launch(self._up, *inputs, *outputs, n, c, *pack.ranks, plan.tile, plan.blocks, self.overlap)
 
     def sparse_project(self, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
         """out [N, C] = hidden [N, F] weight [F, C], reading only the rows of units that are on in some token.
@@ -166,3 +206,27 @@ class Linear:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+@functools.lru_cache(4096)
+def down_plan(N: int, C: int, ranks: tuple[int, ...], processors: int) -> Plan:
+    """Return how low_rank_down is cut up: as many thread blocks share a tile as the GPU holds for all tiles at once."""
+    rows, steps = sum(math.ceil(rank / GROUPED_ROWS) for rank in ranks), C // GROUPED_K
+    at_once = processors // 16 * 16  # clusters lie within some 16 multiprocessors
+    for splits in (8, 4, 2):
+        for tile in (64, 128, 160):
+            if rows * math.ceil(N / tile) * splits <= at_once and splits <= steps // 2:
+                return Plan(tile, splits)
+    whole = (Plan(128, 1, 2), Plan(160), Plan(256))
+    return min(whole, key=lambda plan: math.ceil(rows * math.ceil(N / plan.tile) / processors) * _step(plan.tile))
+
+
+def up_plan(N: int, C: int, ranks: tuple[int, ...], processors: int) -> Plan:
+    """Return how low_rank_up is cut up: where there are enough large tiles, two thread blocks write and multiply in turn."""
+    tiles = math.ceil(C / GROUPED_ROWS) * math.ceil(N / 128) * sum(rank > 0 for rank in ranks)
+    return Plan(128, 1, 2) if tiles > 1.5 * processors else Plan(64, 1, 3)
+
+
+def _step(tile: int) -> float:
+    """Return the us that a multiprocessor takes for GROUPED_K values of k of a tile: multiplying or loading."""
+    return max(2.3e-5 * GROUPED_ROWS * tile, 1.75e-3 * (GROUPED_ROWS + tile))

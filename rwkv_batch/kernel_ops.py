@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernel_gemm import Gemm, Matrix, Plan
+from rwkv_batch.kernel_gemm import Down, Gemm, Matrix, Plan
 from rwkv_batch.kernel_linear import MAX_GEMV, MAX_SPARSE, Linear, LowRank
 from rwkv_batch.kernel_mix import Mix, PackedRows, WkvInputs, WkvLayer
 from rwkv_batch.kernels import cache_folder
@@ -32,6 +32,8 @@ HALF = torch.float16
 GEMV_ROWS = 4  # up to which dot products are taken where nothing was timed
 PLANES = (0, 2, 3, 1, 4, 5)  # of `Layer.att_mix`, so that r, k and v stand together: r, k, v, w, a, g
 OUTPUT_UNIT = 8  # logits of a row begin at multiples of 16 bytes
+OWN = "own"  # a way: `Gemm` with the plan that it chooses
+PROJECT = "project "  # before a plan of "rkv": the pairs' first halves are part of the product
 BESIDE = " beside"  # in a way of "rkv": the low-rank pairs run at the same time, on another stream
 TIMED_BYTES = 256 * 2**20  # of weights that a timing reads, more than stay in the L2 cache
 
@@ -106,6 +108,8 @@ class KernelOps:
         self._num_outputs = weights.head.shape[0]
         self._head = _whole_units(weights.head)
         self._matrices = self._describe(weights.layers) if self.gemm.available else {}
+        self._downs = self._describe_downs(weights.layers) if self._matrices else {}
+        self._owns_key = all(id(layer.ffn_key) in self._matrices for layer in weights.layers)
         self._ways: dict[tuple[str, int], str] = {}  # (product, tokens) -> how it is done
         width, ffn_width = weights.shape.width, weights.layers[0].ffn_key.shape[0]
         self._all = Buffers.of(max_tokens, width, ffn_width, launcher.device)
@@ -123,7 +127,7 @@ class KernelOps:
         """See `reference.embed`. Begins a step: launches go to torch's current stream until the next one."""
         self.launcher.use_current_stream()
         self._now = self._buffers(len(rows.slot_tensor) if tokens is None else len(tokens))
-        self._packed = None if rows.is_decode else PackedRows.of(rows.slots, rows.lengths, rows.device)
+        self._packed = None if rows.is_decode else rows.packed or PackedRows.of(rows.slots, rows.lengths, rows.device)
         if tokens is None:
             self.mix.embed_decode(last_ids, rows.slot_tensor, embedding, self._now.x)
         else:
@@ -182,6 +186,11 @@ class KernelOps:
             self.linear.project(mixed, layer.rkv, pack, self._now.rkv, low)
             self._low_rank_up(low, pack)
             return
+        if way.startswith(PROJECT):
+            down, plan = self._downs[id(pack)], _plan(way.removeprefix(PROJECT))
+            self.gemm.project(mixed, self._matrices[id(layer.rkv)], down, self._now.rkv, low, plan)
+            self._low_rank_up(low, pack)
+            return
         if beside:  # neither fills the GPU to its end, and they share no memory
             main = torch.cuda.current_stream(self.launcher.device)
             self._side.wait_stream(main)
@@ -219,8 +228,9 @@ class KernelOps:
         known = self._ways.get((name, num_tokens))
         if known is not None:
             return known
-        few = num_tokens <= GEMV_ROWS
-        return ("sparse" if name == "ffn_value" else "gemv") if few else "cublas"
+        if num_tokens <= GEMV_ROWS:
+            return "sparse" if name == "ffn_value" else "gemv"
+        return OWN if name == "ffn_key" and self._owns_key else "cublas"  # which would leave the squared ReLU to another pass
 
     def tune(self, weights: Weights, sizes: list[int]) -> None:
         """Choose for every batch size how each product is done; what was found is remembered for the card."""
@@ -231,7 +241,8 @@ class KernelOps:
         self._all.mixed.normal_(generator=generator)
         self._all.heads.normal_(generator=generator)
         for size in sizes:
-            for name in ("rkv", "output", "ffn_key", "ffn_value", "head"):
+            products = ("rkv", "output", "ffn_key", "ffn_value", "head")
+            for name in products if size <= len(self._last) else products[:-1]:
                 key = f"{name},{size},{shape.width},{shape.ffn_width},{self.launcher.digest}"
                 runs = self._runs(name, size, weights)
                 if key not in known:
@@ -263,6 +274,9 @@ class KernelOps:
             ways.append(" ".join(map(str, self.gemm.plan(size, matrix))))
         if name == "rkv":
             ways += [way + BESIDE for way in ways]
+            if matrix is not None:
+                down = self._downs[id(self._prepared[id(layers[-1])].low_rank)]
+                ways += [PROJECT + " ".join(map(str, plan)) for plan in self.gemm.project_plans(size, matrix, down)]
         if name == "ffn_value":
             ways += ["sparse"] * (size <= MAX_SPARSE)
         else:
@@ -286,6 +300,10 @@ class KernelOps:
         suitable = [(t, transposed) for t, transposed in matrices if not (t.shape[-1] % 64 or t.shape[-2] % 64)]
         return {id(t): self.gemm.prepare(t, transposed=transposed) for t, transposed in suitable}
 
+    def _describe_downs(self, layers: list[Layer]) -> dict[int, Down]:
+        packs = [self._prepared[id(layer)].low_rank for layer in layers if id(layer.rkv) in self._matrices]
+        return {id(pack): self.gemm.prepare_down(pack.down, pack.ranks) for pack in packs}
+
     # Memory.
 
     def _buffers(self, num_tokens: int) -> Buffers:
@@ -300,8 +318,8 @@ class KernelOps:
 
 
 @lru_cache
-def _plan(way: str) -> Plan:
-    return Plan(*map(int, way.split()))
+def _plan(way: str) -> Plan | None:
+    return None if way == OWN else Plan(*map(int, way.split()))
 
 
 def _shrink(tensor: Tensor, n: int) -> Tensor:

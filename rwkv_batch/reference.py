@@ -6,6 +6,7 @@ dtype. `kernels.py` offers the same names and signatures. RWKV-7 is described in
 
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,19 @@ class Rows:
         rows = cls([], [], slots.device)
         rows.slot_tensor = slots
         return rows
+
+    @classmethod
+    def captured(cls, packed: Any, last: torch.Tensor) -> "Rows":
+        """Rows of a captured prefill step, whose lengths only the device knows.
+
+        packed  how the kernels are told, a `kernel_mix.PackedRows`
+        last    [B] int64: position of each row's last token
+        """
+        rows = cls([], [], last.device)
+        rows.is_decode, rows.packed, rows.last = False, packed, last
+        return rows
+
+    packed: ClassVar[Any] = None
 
     @cached_property
     def is_decode(self) -> bool:

@@ -207,3 +207,47 @@ def test_reference_ops_run_on_the_gpu():
     ids = start(engine, {0: [5, 6, 7], 1: [9]})
     kernel_ids = start(engine_of("320", 8, [8]), {0: [5, 6, 7], 1: [9]})
     assert ids == kernel_ids
+
+
+def feed(engine: Engine, rows: dict[int, list[int]], starting: bool, silent: set[int] = frozenset()) -> dict[int, int]:
+    """Feed each slot its ids in one step; return what was sampled by slot, of all but the silent ones."""
+    plan = []
+    for slot, ids in rows.items():
+        sequence = Sequence(Request(id=f"r{slot}", prompts=[ids], sampling=GREEDY, max_tokens=1000), 0)
+        sequence.slot = slot
+        plan.append(Row(sequence, ids, sample=slot not in silent, start=starting))
+    tokens = engine.collect(engine.submit(Plan(plan)))
+    return {token.sequence.slot: token.id for token in tokens}
+
+
+@pytest.mark.parametrize("lengths", [[1], [5], [16], [17], [300], [512], [1, 1], [16, 3, 1, 40], [16] * 32, [2] * 31, [480, 1]])
+@torch.inference_mode()
+def test_captured_prefill_steps_equal_eager_ones(lengths):
+    """Two pieces of every prompt, of which some rows are not sampled; nothing but their slots is written."""
+    engine = engine_of("768", 400, [320])
+    rng = random.Random(len(lengths))
+    slots = rng.sample(range(400), len(lengths))
+    silent = set(slots[1::3])
+    pieces = [[[rng.randrange(1, 4096) for _ in range(length)] for length in lengths] for _ in range(2)]
+    results = []
+    for prefills in (engine.prefills, None):
+        kept, engine.prefills = engine.prefills, prefills
+        for tensor in (engine.state.shift, engine.state.wkv):
+            tensor.fill_(float("nan"))
+        before = engine.stats()["graph_prefill_steps_total"]
+        ids = [feed(engine, dict(zip(slots, piece, strict=True)), i == 0, silent) for i, piece in enumerate(pieces)]
+        captured = engine.stats()["graph_prefill_steps_total"] - before
+        engine.prefills = kept
+        assert captured == (2 if prefills else 0)
+        free = [slot for slot in range(400) if slot not in slots]
+        assert torch.isnan(engine.state.wkv[:, free]).all()
+        assert torch.isnan(engine.state.shift[:, :, free]).all()
+        assert [set(step) for step in ids] == [set(slots) - silent] * 2
+        last = engine.state.last_ids[torch.tensor(sorted(set(slots) - silent), device="cuda")].tolist()
+        assert last == [ids[1][slot] for slot in sorted(set(slots) - silent)]
+        results.append((ids, engine.state.wkv[:, slots].float(), engine.state.shift[:, :, slots].float()))
+    (ids, *tensors), (eager_ids, *eager_tensors) = results
+    for got, expected in zip(tensors, eager_tensors, strict=True):
+        assert (got - expected).norm() <= RELATIVE * expected.norm()
+    differing = sum(ids[i][slot] != eager_ids[i][slot] for i in range(2) for slot in ids[i])
+    assert differing <= max(1, len(slots) // 8)  # of random weights' near ties

@@ -181,3 +181,30 @@ def test_refused(gemm):
     matrix = gemm.prepare(random(64, 128))
     with pytest.raises(ValueError, match="x: expected"):
         multiply(gemm, random(4, 64), matrix)
+
+
+@pytest.mark.parametrize(
+    ("width", "ranks"),
+    [(320, (32, 32, 0, 64)), (768, (64, 64, 32, 128)), (2048, (96, 96, 64, 256)), (4096, (128, 128, 96, 480))],
+)
+def test_project(gemm, width, ranks):
+    """r, k, v and the first halves of the low-rank pairs in one launch, in every way that is offered."""
+    torch.manual_seed(width)
+    weight, down = random(3, width, width), random(sum(ranks), width)
+    matrix, pairs = gemm.prepare(weight), gemm.prepare_down(down, ranks)
+    functions = (torch.tanh, torch.nn.Identity(), torch.nn.Identity(), torch.sigmoid)
+    for n in (1, 7, 16, 33, 64, 65, 130, 320, 960):
+        x = random(6, n, width, scale=width**-0.5)
+        halves = zip((3, 4, 2, 5), down.double().split(ranks), functions, strict=True)
+        hidden = torch.cat([function(x[plane].double() @ part.T) for plane, part, function in halves], 1)
+        rkv = x[:3].double() @ weight.mT.double()
+        for plan in gemm.project_plans(n, matrix, pairs):
+            outs = [torch.full(t.shape, torch.nan, dtype=torch.float16, device="cuda") for t in (rkv, hidden)]
+            gemm.project(x, matrix, pairs, *outs, plan)
+            assert relative_error(outs[0], rkv) < 4e-4, (n, plan)
+            assert relative_error(outs[1], hidden) < 6e-4, (n, plan)
+            alone = [torch.empty_like(t[..., :1, :]) for t in outs]
+            if n <= 64 and plan.tile <= 64:
+                gemm.project(x[:, n // 2 : n // 2 + 1].contiguous(), matrix, pairs, *alone, plan)
+                assert torch.equal(alone[0][:, 0], outs[0][:, n // 2])
+                assert torch.equal(alone[1][0], outs[1][n // 2])

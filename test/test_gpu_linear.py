@@ -102,23 +102,22 @@ def random_pack(width, ranks, *, has_v=True, seed=5):
     return LowRank(down, up, w0.clone(), a0.clone(), v0.clone() if has_v else None, ranks)
 
 
-def run_down(linear, mixed, pack):
+def run_down(linear, mixed, pack, **options):
     hidden = empty(mixed.shape[1], pack.rank)
-    linear.low_rank_down(mixed, pack, hidden)
+    linear.low_rank_down(mixed, pack, hidden, **options)
     return hidden
 
 
-def run_up(linear, hidden, pack):
+def run_up(linear, hidden, pack, **options):
     n, c = hidden.shape[0], pack.width
     u, rate, blend, gate = empty(n, c, dtype=torch.float32), empty(n, c), empty(n, c), empty(n, c)
-    linear.low_rank_up(hidden, pack, u, rate, blend if pack.v0 is not None else None, gate)
+    linear.low_rank_up(hidden, pack, u, rate, blend if pack.v0 is not None else None, gate, **options)
     return [u, rate, gate] + ([blend] if pack.v0 is not None else [])
 
 
-def assert_low_rank(linear, mixed, pack):
+def assert_low_rank(mixed, pack, hidden, outputs):
     """Both halves of all pairs against float64."""
-    hidden = run_down(linear, mixed, pack)
-    u, rate, gate, *blend = run_up(linear, hidden, pack)
+    u, rate, gate, *blend = outputs
     outputs = {"w": (u, pack.w0), "a": (rate, pack.a0), "v": (*blend, pack.v0), "g": (gate, None)}
     row = 0
     for name, plane, rank in zip("wavg", (3, 4, 2, 5), pack.ranks, strict=True):
@@ -142,12 +141,48 @@ class TestLowRank:
         [(320, (32, 32, 32, 64), False), (768, (64, 64, 32, 128), True), (2560, (96, 96, 64, 320), True)],
     )
     def test_against_float64(self, linear, n, width, ranks, has_v):
-        assert_low_rank(linear, random(6, n, width), random_pack(width, ranks, has_v=has_v))
+        mixed, pack = random(6, n, width), random_pack(width, ranks, has_v=has_v)
+        hidden = run_down(linear, mixed, pack)
+        assert_low_rank(mixed, pack, hidden, run_up(linear, hidden, pack))
 
     @pytest.mark.parametrize("n", [1, 8, 16, 64, 320, 1024])
     @pytest.mark.parametrize("ranks", [(128, 128, 96, 480), (192, 192, 128, 384)])
     def test_large_models(self, linear, n, ranks):
-        assert_low_rank(linear, random(6, n, 4096), random_pack(4096, ranks))
+        mixed, pack = random(6, n, 4096), random_pack(4096, ranks)
+        hidden = run_down(linear, mixed, pack)
+        assert_low_rank(mixed, pack, hidden, run_up(linear, hidden, pack))
+
+    @pytest.mark.parametrize("n", [17, 128, 129, 320, 511, 2000])
+    @pytest.mark.parametrize(("width", "has_v"), [(576, False), (1024, True)])
+    def test_every_grouped_plan(self, linear, n, width, has_v):
+        """All are right, and the order of a token's sums depends on `splits` alone."""
+        from rwkv_batch.kernel_linear import Plan
+
+        if not linear.hopper:
+            pytest.skip("needs a Hopper GPU")
+        mixed, pack = random(6, n, width), random_pack(width, (96, 32, 64, 160), has_v=has_v)
+        whole = [Plan(32, 1, 3), Plan(64, 1, 1), Plan(64, 1, 3), Plan(128, 1, 2), Plan(160, 1, 1), Plan(256, 1, 1)]
+        first, *others = [run_up(linear, run_down(linear, mixed, pack, plan=whole[0]), pack, plan=plan) for plan in whole]
+        assert all(torch.equal(a, b) for other in others for a, b in zip(other, first, strict=True))
+        for splits in range(1, 9):
+            plans = [Plan(tile, splits, 1) for tile in (32, 64, 128, 160)] if splits > 1 else whole
+            hidden, *others = [run_down(linear, mixed, pack, plan=plan) for plan in plans]
+            assert all(torch.equal(other, hidden) for other in others), splits
+            assert_low_rank(mixed, pack, hidden, run_up(linear, hidden, pack, plan=whole[3]))
+
+    def test_grouped_prefill(self, linear):
+        mixed, pack = random(6, 9001, 2048), random_pack(2048, (96, 96, 64, 256))
+        hidden = run_down(linear, mixed, pack)
+        assert_low_rank(mixed, pack, hidden, run_up(linear, hidden, pack))
+
+    def test_plans_that_do_not_fit(self, linear):
+        from rwkv_batch.kernel_linear import Plan
+        from rwkv_batch.launch import KernelLaunchFailed
+
+        pack, mixed = random_pack(128, (32, 32, 32, 32)), random(6, 200, 128)
+        for plan in (Plan(48), Plan(512), Plan(64, 3), Plan(64, 9), Plan(256, 2), Plan(64, 1, 4)):
+            with pytest.raises(KernelLaunchFailed):
+                run_down(linear, mixed, pack, plan=plan)
 
     @pytest.mark.parametrize("layer", [0, 1])
     @pytest.mark.parametrize("name", ["tiny", "wide ranks"])

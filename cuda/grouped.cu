@@ -1,0 +1,378 @@
+// Several products of many tokens in one launch (a grouped GEMM), each with inputs, bias, activation and output of its own, by
+// Hopper's wgmma with the weights as its 64-high operand: the low-rank pairs.
+//
+// A tile is 128 rows of weights by BN tokens. One warp keeps a ring of shared-memory stages full through the copy engine, 64
+// values of k a stage; two warpgroups multiply, 64 rows each. Thread blocks go from tile to tile, and where two share a
+// multiprocessor, one multiplies while the other writes: short sums (low_rank_up) take no longer than their results do.
+// Where there are too few tiles for the device, a cluster of `splits` thread blocks shares each: every block sums a part of k,
+// sends its sums to the blocks that finish them, and finishes those of its part of the tokens, adding in the order of k. A token's
+// result depends on itself alone, and on `splits`.
+//
+// With programmatic dependent launch the first stages of weights are on their way before the preceding kernel has ended.
+#include "hopper.cuh"
+#include "products.cuh"
+
+#include <algorithm>
+
+namespace rwkv {
+namespace {
+
+constexpr int BM = GROUPED_ROWS;
+constexpr int BK = 64;  // k of a stage: 128 bytes, the width of a swizzled row
+constexpr int CONSUMERS = BM * 2, THREADS = CONSUMERS + LANES;
+constexpr int MAX_STAGES = 8, MAX_SPLITS = 8, MAX_BLOCKS = 3;
+constexpr int MAX_GROUPED = 4;  // products
+constexpr int BAND = 4;         // tiles of tokens that are worked on together, the longest sums first
+constexpr int MULTIPROCESSOR_BYTES = 228 << 10;
+constexpr int OTHER_BYTES = 2 << 10;  // of a thread block: barriers, and what the device keeps for itself
+
+// Results on their way out, of one warpgroup: rows of 64 fp16 or 64 fp32, whose beginnings lie in different banks.
+constexpr int HALF_TOKENS = 32, HALF_PITCH = 64 + 8, FLOAT_TOKENS = 16, FLOAT_PITCH = 64 + 4;
+constexpr int SPACE = std::max(HALF_TOKENS * HALF_PITCH * 2, FLOAT_TOKENS * FLOAT_PITCH * 4);
+constexpr int SUM_PITCH = BM + 4;  // fp32 row of partial sums
+
+struct Grouped {
+    CUtensorMap weight[MAX_GROUPED], x[MAX_GROUPED];
+    Products all;
+    int token_tiles, splits, stages;
+};
+
+__host__ __device__ constexpr int stage_bytes(int bn) { return (BM + bn) * BK * 2; }
+// The tokens that each block of a cluster finishes.
+__host__ __device__ constexpr int portion(int tokens, int splits) { return (tokens + splits - 1) / splits; }
+
+// A thread block's part of the work: every `stride`-th tile from `first`, the `part`-th of `splits` parts of its k.
+struct Work {
+    int part = 0, splits = 1, first = blockIdx.x, stride = gridDim.x, tiles;
+    __device__ Work(const Grouped& g, bool split) : tiles(g.all.tiles * g.token_tiles) {
+        if (split) splits = g.splits, part = first % splits, first /= splits, stride /= splits;
+    }
+};
+struct Tile {
+    int item, row, token;  // product, first row of its weights, first token
+    int k0, steps;         // stages of k
+    __device__ Tile(int tile, const Grouped& g, const Work& work, int bn) {
+        const int band = tile / (BAND * g.all.tiles) * BAND, breadth = min(BAND, g.token_tiles - band);
+        const int within = tile % (BAND * g.all.tiles), rows = within / breadth;
+        item = g.all.of(rows);
+        row = (rows - g.all.first_tile[item]) * BM;
+        token = (band + within % breadth) * bn;
+        const int all_steps = (g.all.item[item].width + BK - 1) / BK;
+        k0 = work.part * all_steps / work.splits;
+        steps = (work.part + 1) * all_steps / work.splits - k0;
+    }
+};
+
+struct Barriers {
+    uint64_t full[MAX_STAGES], empty[MAX_STAGES], gathered;
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+struct Ring {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void advance(int stages) {
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+};
+
+// The loading warp, of which one thread works.
+template <int BN>
+__device__ __forceinline__ void load(const Grouped& g, const Work& work, char* stages, Barriers& barriers) {
+    const uint64_t weight_policy = g.token_tiles == 1 ? READ_ONCE : READ_AGAIN;
+    auto load_weight = [&](int stage, const Tile& tile, int i) {
+        expect_bytes(&barriers.full[stage], stage_bytes(BN));
+        copy_box(stages + stage * stage_bytes(BN), g.weight[tile.item], &barriers.full[stage], weight_policy,
+                 (tile.k0 + i) * BK, tile.row, 0);
+    };
+    auto load_x = [&](int stage, const Tile& tile, int i) {
+        copy_box(stages + stage * stage_bytes(BN) + BM * BK * 2, g.x[tile.item], &barriers.full[stage], READ_AGAIN,
+                 (tile.k0 + i) * BK, tile.token, 0);
+    };
+    const bool leads = threadIdx.x % LANES == 0;
+    const Tile tile(work.first, g, work, BN);
+    const int early = min(g.stages, tile.steps);
+#pragma unroll 1
+    for (int i = 0; leads && i < early; i++) load_weight(i, tile, i);
+    // The next kernel may ask for its weights when all of this one's are asked for.
+    const bool all = early == tile.steps && work.first + work.stride >= work.tiles;
+    if (all) release_next();
+    __syncwarp();
+    __syncthreads();
+    if (!leads) return;
+    wait_for_previous();
+#pragma unroll 1
+    for (int i = 0; i < early; i++) load_x(i, tile, i);
+
+    Ring ring{early % g.stages, early / g.stages};
+    for (int t = work.first; t < work.tiles; t += work.stride) {
+        const Tile tile(t, g, work, BN);
+#pragma unroll 1
+        for (int i = t == work.first ? early : 0; i < tile.steps; i++) {
+            wait(&barriers.empty[ring.stage], ring.parity ^ 1);
+            load_weight(ring.stage, tile, i);
+            load_x(ring.stage, tile, i);
+            ring.advance(g.stages);
+        }
+    }
+    if (!all) release_next();
+}
+
+// One warpgroup's sums of a tile, over this thread block's part of k.
+template <int BN>
+__device__ __forceinline__ void accumulate(
+    float (&sums)[BN / 2], int steps, int num_stages, const char* stages, Barriers& barriers, Ring& ring
+) {
+    const int group = threadIdx.x / 128;
+    auto release = [&](int stage) {
+        if (threadIdx.x % LANES == 0) arrive(&barriers.empty[stage]);
+    };
+    int last = 0;
+#pragma unroll 1
+    for (int i = 0; i < steps; i++) {
+        wait(&barriers.full[ring.stage], ring.parity);
+        const char* const stage = stages + ring.stage * stage_bytes(BN);
+        const uint64_t a = describe(stage + group * 64 * BK * 2), b = describe(stage + BM * BK * 2);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < BK / 16; k++) Wgmma<BN, false>::multiply(sums, a + k * 2, b + k * 2, i + k > 0);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (i > 0) release(last);
+        last = ring.stage;
+        ring.advance(num_stages);
+    }
+    wgmma_wait<0>();
+    release(last);
+}
+
+// A lane's sums are [row, token] fragments: sums[4 j + i] is that of token 8 j + lane % 4 * 2 + i % 2 and of row
+// warp * 16 + lane / 4 + i / 2 * 8 of the warpgroup.
+
+// Write one warpgroup's sums through shared memory: as fp16, 16 bytes a thread.
+template <int BN>
+__device__ __forceinline__ void store_halves(
+    float (&sums)[BN / 2], const Product& p, const Tile& tile, int num_tokens, float2 bias, char* space
+) {
+    const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / LANES, lane = threadIdx.x % LANES;
+    const int row = tile.row + group * 64 + thread % 8 * 8;
+    __half* const staged = reinterpret_cast<__half*>(space + group * SPACE);
+#pragma unroll
+    for (int i = 0; i < BN / 2; i++) sums[i] += i & 2 ? bias.y : bias.x;
+    if (p.activation == SIGMOID)
+#pragma unroll
+        for (int i = 0; i < BN / 2; i++) sums[i] = activate(SIGMOID, sums[i]);
+    auto pack = [](float a, float b) {
+        const __half2 pair = __floats2half2_rn(a, b);
+        return reinterpret_cast<const uint32_t&>(pair);
+    };
+#pragma unroll
+    for (int n0 = 0; n0 < BN; n0 += HALF_TOKENS) {
+        if (tile.token + n0 >= num_tokens) break;
+        sync_threads(1 + group, 128);
+#pragma unroll
+        for (int j = 0; j < HALF_TOKENS; j += 16) {  // of each 16 tokens: two quarters of the sums' rows, twice
+            const float* s = sums + (n0 + j) / 2;
+            __half* to = staged + (j + lane / 16 * 8 + lane % 8) * HALF_PITCH + warp * 16 + lane / 8 % 2 * 8;
+            store_transposed(to, pack(s[0], s[1]), pack(s[2], s[3]), pack(s[4], s[5]), pack(s[6], s[7]));
+        }
+        sync_threads(1 + group, 128);
+#pragma unroll
+        for (int n = thread / 8; n < HALF_TOKENS; n += 16) {
+            const int token = tile.token + n0 + n;
+            if (token < num_tokens && row < p.rows)
+                *reinterpret_cast<uint4*>(static_cast<__half*>(p.out) + int64_t(token) * p.out_stride + row) =
+                    *reinterpret_cast<const uint4*>(staged + n * HALF_PITCH + thread % 8 * 8);
+        }
+    }
+}
+
+// The same as fp32, for any product.
+template <int BN>
+__device__ __forceinline__ void store_floats(
+    const float (&sums)[BN / 2], const Product& p, const Tile& tile, int num_tokens, float2 bias, char* space
+) {
+    const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / LANES, lane = threadIdx.x % LANES;
+    const int row = tile.row + group * 64 + thread % 16 * 4;
+    float* const staged = reinterpret_cast<float*>(space + group * SPACE);
+#pragma unroll
+    for (int n0 = 0; n0 < BN; n0 += FLOAT_TOKENS) {
+        if (tile.token + n0 >= num_tokens) break;
+        sync_threads(1 + group, 128);
+#pragma unroll
+        for (int j = 0; j < FLOAT_TOKENS; j += 8) {
+            const float* s = sums + (n0 + j) / 2;
+            float* to = staged + (j + lane % 4 * 2) * FLOAT_PITCH + warp * 16 + lane / 4;
+            to[0] = s[0] + bias.x, to[FLOAT_PITCH] = s[1] + bias.x;
+            to[8] = s[2] + bias.y, to[FLOAT_PITCH + 8] = s[3] + bias.y;
+        }
+        sync_threads(1 + group, 128);
+#pragma unroll 1
+        for (int n = thread / 16; n < FLOAT_TOKENS; n += 8) {
+            const int token = tile.token + n0 + n;
+            const float4 sum = *reinterpret_cast<const float4*>(staged + n * FLOAT_PITCH + thread % 16 * 4);
+            float v[4] = {sum.x, sum.y, sum.z, sum.w};
+            if (token < num_tokens && row < p.rows) store<4>(p, token, row, v);
+        }
+    }
+}
+
+// Add the sums of the blocks that split k, in its order, and write them: each block a part of the tokens. The sums take the
+// place of the stages, behind them those that the others send. There is no bias.
+template <int BN>
+__device__ __forceinline__ void store_split(
+    const float (&sums)[BN / 2], const Product& p, const Tile& tile, int num_tokens, const Work& work, char* stages,
+    Barriers& barriers
+) {
+    const int splits = work.splits, part = work.part;
+    const int thread = threadIdx.x, warp = thread / LANES, lane = thread % LANES;
+    float *const own = reinterpret_cast<float*>(stages), *const others = own + BN * SUM_PITCH;
+    const int live = min(BN, num_tokens - tile.token), each = portion(live, splits);
+    auto share = [&](int rank) { return max(0, min(each, live - rank * each)); };  // of the tokens
+    sync_threads(1, CONSUMERS);  // all stages are used up
+#pragma unroll
+    for (int j = 0; j < BN / 8; j++) {
+        const float* s = sums + j * 4;
+        float* to = own + (j * 8 + lane % 4 * 2) * SUM_PITCH + warp * 16 + lane / 4;
+        to[0] = s[0], to[SUM_PITCH] = s[1], to[8] = s[2], to[SUM_PITCH + 8] = s[3];
+    }
+    publish_stores();
+    cluster_release();
+    cluster_wait();  // all blocks' stages are used up
+    const int mine = share(part);
+    if (thread == part) {
+        expect_bytes(&barriers.gathered, (splits - 1) * mine * SUM_PITCH * 4);
+    } else if (thread < splits && share(thread) > 0) {
+        copy_to_block(thread, others + part * each * SUM_PITCH, own + thread * each * SUM_PITCH,
+                      share(thread) * SUM_PITCH * 4, &barriers.gathered);
+    }
+    wait(&barriers.gathered, 0);
+#pragma unroll 1
+    for (int i = thread; i < mine * (BM / 4); i += CONSUMERS) {
+        const int n = i / (BM / 4), m = i % (BM / 4) * 4;
+        if (tile.row + m >= p.rows) continue;
+        float v[4] = {};
+#pragma unroll
+        for (int s = 0; s < MAX_SPLITS; s++) {
+            if (s >= splits) break;
+            const float* from = s == part ? own + part * each * SUM_PITCH : others + s * each * SUM_PITCH;
+            const float4 sum = *reinterpret_cast<const float4*>(from + n * SUM_PITCH + m);
+            v[0] += sum.x, v[1] += sum.y, v[2] += sum.z, v[3] += sum.w;
+        }
+        store<4>(p, tile.token + part * each + n, tile.row + m, v);
+    }
+}
+
+#endif
+
+// SPLIT: clusters share tiles, and each has one.
+template <int BN, bool SPLIT>
+__global__ void __launch_bounds__(THREADS, BN <= 64 ? 3 : BN == 128 && !SPLIT ? 2 : 1)
+    grouped(const __grid_constant__ Grouped g) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ char memory[];
+    __shared__ Barriers barriers;
+    char* const stages = memory + (1024 - shared_address(memory) % 1024) % 1024;
+    const Work work(g, SPLIT);
+    const int lane = threadIdx.x % LANES;
+    if (threadIdx.x >= CONSUMERS) {
+        if (lane < g.stages) init_barrier(&barriers.full[lane], 1), init_barrier(&barriers.empty[lane], CONSUMERS / LANES);
+        if (lane == 0) init_barrier(&barriers.gathered, 1);
+        publish_barriers();
+        __syncwarp();
+        load<BN>(g, work, stages, barriers);
+        if (SPLIT) {
+            __syncwarp();
+            cluster_release();
+            cluster_wait();
+        }
+    } else {
+        __syncthreads();
+        Ring ring;
+        for (int t = work.first; t < work.tiles; t += work.stride) {
+            const Tile tile(t, g, work, BN);
+            const Product& p = g.all.item[tile.item];
+            const int row = tile.row + threadIdx.x / LANES * 16 + lane / 4;
+            const float2 bias = {bias_of(p, row), bias_of(p, row + 8)};
+            float sums[BN / 2];
+            accumulate<BN>(sums, tile.steps, g.stages, stages, barriers, ring);
+            char* const space = stages + g.stages * stage_bytes(BN);
+            if (SPLIT)
+                store_split<BN>(sums, p, tile, g.all.num_tokens, work, stages, barriers);
+            else if (p.wide || p.activation == TANH)
+                store_floats<BN>(sums, p, tile, g.all.num_tokens, bias, space);
+            else
+                store_halves<BN>(sums, p, tile, g.all.num_tokens, bias, space);
+        }
+    }
+    if (SPLIT) {  // this block's memory is read until all have got their sums
+        __syncwarp();
+        cluster_arrive();
+        cluster_wait();
+    }
+#endif
+}
+
+// [rows, width] with rows `stride` values apart, in boxes of `high` rows.
+int describe_rows(CUtensorMap* map, const __half* first, int width, int rows, int stride, int high) {
+    const uint64_t sizes[] = {uint64_t(width), uint64_t(rows), 1};
+    const uint64_t strides[] = {uint64_t(stride) * 2, uint64_t(stride) * 2 * rows};
+    const uint32_t box[] = {BK, uint32_t(high), 1};
+    return describe_tensor(map, first, 3, sizes, strides, box);
+}
+
+int processors() {
+    static const int known = [] {
+        int device = 0, count = 0;
+        cudaGetDevice(&device);
+        cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+        return count;
+    }();
+    return known;
+}
+
+template <int BN, bool SPLIT>
+int start_tiles(Grouped& g, int blocks, int overlap, void* stream) {
+    auto kernel = grouped<BN, SPLIT>;
+    constexpr int ROOM = MULTIPROCESSOR_BYTES - OTHER_BYTES;
+    static const cudaError_t prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ROOM);
+    if (prepared) return prepared;
+    const int room = MULTIPROCESSOR_BYTES / blocks - OTHER_BYTES - 1024, space = SPLIT ? 0 : 2 * SPACE;
+    g.stages = std::min((room - space) / stage_bytes(BN), MAX_STAGES);
+    const int gathered = SPLIT ? (BN + g.splits * portion(BN, g.splits)) * SUM_PITCH * 4 : 0;
+    if (g.stages < 2 || gathered > ROOM - 1024) return cudaErrorInvalidValue;
+    const int tiles = g.all.tiles * g.token_tiles, grid = SPLIT ? tiles * g.splits : std::min(tiles, blocks * processors());
+    const int bytes = 1024 + std::max(g.stages * stage_bytes(BN) + space, gathered);
+    return start(kernel, {unsigned(grid), THREADS, cudaStream_t(stream), overlap, g.splits, bytes}, g);
+}
+
+}  // namespace
+
+int start_grouped(const Products& all, int tile, int splits, int blocks, int overlap, void* stream) {
+    if (all.count > MAX_GROUPED || tile < 1 || tile > 256 || blocks < 1 || blocks > MAX_BLOCKS) return cudaErrorInvalidValue;
+    if (splits < 1 || splits > MAX_SPLITS) return cudaErrorInvalidValue;
+    Grouped g;
+    g.all = all;
+    g.token_tiles = (all.num_tokens + tile - 1) / tile, g.splits = splits;
+    for (int i = 0; i < all.count; i++) {
+        const Product& p = all.item[i];
+        if (p.rows % 32 || p.out_stride % 8 || splits > 1 && (p.width < splits * BK || p.bias)) return cudaErrorInvalidValue;
+        int error = describe_rows(&g.weight[i], p.weight, p.width, p.rows, p.width, BM);
+        if (!error) error = describe_rows(&g.x[i], p.x, p.width, all.num_tokens, p.x_stride, tile);
+        if (error) return error;
+    }
+    switch (splits > 1 ? -tile : tile) {
+        case 32: return start_tiles<32, false>(g, blocks, overlap, stream);
+        case 64: return start_tiles<64, false>(g, blocks, overlap, stream);
+        case 128: return start_tiles<128, false>(g, blocks, overlap, stream);
+        case 160: return start_tiles<160, false>(g, blocks, overlap, stream);
+        case 256: return start_tiles<256, false>(g, blocks, overlap, stream);
+        case -32: return start_tiles<32, true>(g, blocks, overlap, stream);
+        case -64: return start_tiles<64, true>(g, blocks, overlap, stream);
+        case -128: return start_tiles<128, true>(g, blocks, overlap, stream);
+        case -160: return start_tiles<160, true>(g, blocks, overlap, stream);
+    }
+    return cudaErrorInvalidValue;
+}
+
+}  // namespace rwkv

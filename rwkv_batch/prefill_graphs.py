@@ -1,0 +1,117 @@
+"""Small prefill steps as CUDA graphs: their kernels take longer to launch one by one than to run.
+
+A graph is captured for a number of tokens and a number of rows, and fed what fits: surplus tokens belong to no row, surplus
+rows have slot -1. What a step is fed - tokens, slots, where rows begin and end - is one array on the device at a fixed place.
+"""
+
+import bisect
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.kernel_mix import CONTINUES, NO_SLOT, PackedRows
+from rwkv_batch.model import Model
+from rwkv_batch.reference import Rows
+from rwkv_batch.state import State
+from sampling.base import Sampled
+from sampling.rapid import RapidSampler
+
+log = logging.getLogger("rwkv_batch.engine")
+
+TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
+ROWS = (1, 32)
+STAGES = 4  # inputs that may be on their way to the device
+
+
+class PrefillGraphs:
+    """Captured prefill steps of one model, sampler and state, the sampling of the rows that end in them included."""
+
+    def __init__(self, model: Model, sampler: RapidSampler, state: State, *, max_tokens: int):
+        self.model = model
+        self.sampler = sampler
+        self.state = state
+        self.sizes = [size for size in TOKENS if size <= max_tokens]
+        self.rows = [rows for rows in ROWS if rows <= state.num_slots]
+        self.num_replays = 0
+        device, length = model.weights.device, _length(self.sizes[-1], self.rows[-1]) if self.sizes else 0
+        self._inputs = torch.zeros(length, dtype=torch.int64, device=device)
+        self._staging = torch.zeros(STAGES, length, dtype=torch.int64, pin_memory=True)
+        self._stage = 0
+        self._ids = torch.zeros(self.rows[-1], dtype=torch.int64, device=device)
+        self._finite = torch.zeros(self.rows[-1], dtype=torch.bool, device=device)
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._logits: dict[tuple[int, int], Tensor] = {}
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture every size, the largest first, so that the smaller ones find their memory in the pool."""
+        started = time.monotonic()
+        device = self._inputs.device
+        stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        for num_tokens, num_rows in [(n, r) for n in reversed(self.sizes) for r in reversed(self.rows)]:
+            self._inputs.copy_(torch.tensor(_inputs([], [], 0, num_tokens, num_rows, len(self._inputs))))
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                self._step(num_tokens, num_rows)  # every kernel runs once before it is captured
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                self._logits[num_tokens, num_rows] = self._step(num_tokens, num_rows)
+            self._graphs[num_tokens, num_rows] = graph
+        log.info("captured %d prefill graphs in %.1f s", len(self._graphs), time.monotonic() - started)
+
+    def _step(self, num_tokens: int, num_rows: int) -> Tensor:
+        tokens, slots, sampled, last, small = self._inputs[: _length(num_tokens, num_rows)].split(
+            [num_tokens, num_rows, num_rows, num_rows, num_rows + 1 + num_tokens]
+        )
+        starts, previous_slot = small.int().split([num_rows + 1, num_tokens])
+        rows = Rows.captured(PackedRows(slots, starts, last.int(), previous_slot), last)
+        logits = self.model.forward(tokens, rows, self.state)
+        self.sampler.launch(logits, sampled, out_ids=self._ids[:num_rows], out_finite=self._finite[:num_rows])
+        return logits
+
+    def fits(self, num_tokens: int, num_rows: int) -> bool:
+        """Whether there is a graph for so much."""
+        return bool(self.sizes) and num_tokens <= self.sizes[-1] and num_rows <= self.rows[-1]
+
+    def replay(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], num_sampled: int) -> tuple[Sampled, Tensor]:
+        """Feed each slot its part of a prompt and sample the first `num_sampled` of them; returns at once.
+
+        Returns what is sampled and the logits of these rows, both on the device and overwritten by the next replay.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        num_tokens = self.sizes[bisect.bisect_left(self.sizes, sum(lengths))]
+        num_rows = self.rows[bisect.bisect_left(self.rows, len(slots))]
+        length = _length(num_tokens, num_rows)
+        stage = self._staging[self._stage]
+        self._stage = (self._stage + 1) % STAGES
+        stage[:length] = torch.tensor(_inputs(slots, prompts, num_sampled, num_tokens, num_rows, length))
+        self._inputs[:length].copy_(stage[:length], non_blocking=True)
+        self._graphs[num_tokens, num_rows].replay()
+        self.state.advance(slots, lengths)
+        self.num_replays += 1
+        logits = self._logits[num_tokens, num_rows]
+        return Sampled(self._ids[:num_sampled], self._finite[:num_sampled]), logits[:num_sampled]
+
+
+def _length(num_tokens: int, num_rows: int) -> int:
+    return 2 * num_tokens + 4 * num_rows + 1
+
+
+def _inputs(
+    slots: Sequence[int], prompts: Sequence[Sequence[int]], num_sampled: int, num_tokens: int, num_rows: int, length: int
+) -> list[int]:
+    """Return tokens, slots, slots to sample, last positions, starts, and where each token's predecessor is, filled up."""
+    tokens, starts, previous = [], [0], []
+    for slot, prompt in zip(slots, prompts, strict=True):
+        tokens += prompt
+        starts.append(len(tokens))
+        previous += [slot] + [CONTINUES] * (len(prompt) - 1)
+    missing, absent = num_tokens - len(tokens), num_rows - len(slots)
+    inputs = [*tokens, *[0] * missing, *slots, *[-1] * absent]
+    inputs += [*slots[:num_sampled], *[-1] * (num_rows - num_sampled), *(start - 1 for start in starts[1:]), *[0] * absent]
+    inputs += [*starts, *[len(tokens)] * absent, *previous, *[NO_SLOT] * missing]
+    return inputs + [0] * (length - len(inputs))
