@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
 """What sessions cost: resuming from each level, a durable turn, one state in many rows, and 10,000 sessions.
 
-    python bench/state.py --device cuda --sizes 0.1b,1.5b,7.2b [--wkv-state fp16] [--out bench/results/state-gpu.json]
+    python bench/state.py --device cuda --sizes 0.1b,1.5b,7.2b [--rows 7.2b] [--out bench/results/state-gpu.json]
     python bench/state.py --device cpu --sizes 0.1b --many 10000 --out bench/results/state-cpu.json
 
-States are random; no model is needed. Times are milliseconds, median and 99th percentile of --iters.
+States are random; no model is needed but for --rows. Times are milliseconds, median and 99th percentile of --iters.
 
     resume   from the request for a session until its state lies in a slot, the device idle otherwise
     turn     from the end of a row until its state is committed to SQLite, fsync included
     stall    of that, the worker's own thread: what another row's next step waits for
-    rows     one state put into 320 slots
+    rows     one state put into 320 slots; new_rows: the state before the first token
     step     of a device that is busy, alone and while 8 sessions begin and end turns
+
+--rows times steps of the server's engine with 320 rows of a random model: decoding, and fed a token each, where the rows go on,
+are new, start from one session, or start from 320 sessions.
 """
 
 import argparse
@@ -22,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
@@ -29,9 +33,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from bench.engine import Bench
 from bench.synth_checkpoint import SIZES
-from rwkv_batch import __version__
-from rwkv_batch.request import Request
+from rwkv_batch import __version__, kernels
+from rwkv_batch.kernel_state import StateFill
+from rwkv_batch.launch import Launcher
+from rwkv_batch.plan import Plan, Row
+from rwkv_batch.request import Request, Sequence
 from rwkv_batch.session_db import SessionDatabase
 from rwkv_batch.sessions import Answer, Delete, Fork, Session, Status
 from rwkv_batch.state import Snapshot, State
@@ -50,25 +58,28 @@ def main() -> None:
     parser.add_argument("--sizes", default="0.1b,1.5b,7.2b")
     parser.add_argument("--wkv-state", choices=("fp16", "fp32"), default="fp16")
     parser.add_argument("--iters", type=int, default=30)
+    parser.add_argument("--rows", default="", help="sizes of models whose steps are timed with 320 rows, on a GPU only")
     parser.add_argument("--many", type=int, default=0, help="also measure this many sessions of tiny states")
     parser.add_argument("--folder", help="where the session files are written; default: a new one in the system's")
     parser.add_argument("--out", help="write the figures to this file")
     args = parser.parse_args()
-    device = torch.device(args.device)
-    rows = []
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device(args.device)
+    rows, many, steps = [], [], []
     for size in args.sizes.split(","):
         if size:
             with tempfile.TemporaryDirectory(dir=args.folder) as folder:
                 rows.append(measure_size(size, device, args, Path(folder)))
                 show(rows[-1])
-    many = []
     if args.many:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             many = measure_many(args.many, args.iters, Path(folder))
         for row in many:
             show(row)
+    for size in args.rows.split(",") if args.rows else ():
+        steps.append(measure_rows(size, args))
+        show(steps[-1])
     if args.out:
-        write(Path(args.out), device, rows, many)
+        write(Path(args.out), device, {"states": rows, "many_sessions": many, "steps_of_320_rows": steps})
 
 
 def show(row: dict) -> None:
@@ -76,13 +87,11 @@ def show(row: dict) -> None:
     print("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()))
 
 
-def write(path: Path, device: torch.device, rows: list[dict], many: list[dict]) -> None:
+def write(path: Path, device: torch.device, tables: dict[str, list[dict]]) -> None:
     """Keep the figures."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     head = {"date": date.today().isoformat(), "device": where, "torch": torch.__version__, "rwkv_batch": __version__}
-    path.write_text(
-        json.dumps({**head, "sqlite": sqlite3.sqlite_version, "states": rows, "many_sessions": many}, indent=1) + "\n"
-    )
+    path.write_text(json.dumps({**head, "sqlite": sqlite3.sqlite_version, **tables}, indent=1) + "\n")
 
 
 class Sessions:
@@ -90,7 +99,8 @@ class Sessions:
 
     def __init__(self, shape: ModelShape, device: torch.device, path: Path, *, slots: int = 1, wkv=torch.float16, **options):
         self.device = device
-        self.state = State(shape, slots, shift_dtype=torch.float16, wkv_dtype=wkv, device=device)
+        fill = StateFill(Launcher(kernels.library(device.index), device)) if device.type == "cuda" else None
+        self.state = State(shape, slots, shift_dtype=torch.float16, wkv_dtype=wkv, device=device, fill=fill)
         self.pool = StatePool(SessionDatabase(path), StateFile("bench", shape), device, **options)
         self.num_requests = 0
 
@@ -144,6 +154,14 @@ class Sessions:
         answered(answers)
         return time.perf_counter() - began
 
+    def timed(self, run: Callable[[], object]) -> float:
+        """Seconds that `run` takes, to the end of what it gives the device."""
+        self.synchronize()
+        began = time.perf_counter()
+        run()
+        self.synchronize()
+        return time.perf_counter() - began
+
     def synchronize(self) -> None:
         """Wait for the device."""
         if self.device.type == "cuda":
@@ -193,7 +211,9 @@ def measure_size(size: str, device: torch.device, args: argparse.Namespace, fold
         row |= milliseconds(name, [seconds for seconds, _ in spent])
         if count == 1:
             row |= milliseconds("stall", [own for _, own in spent])
-    row |= milliseconds(f"rows_{slots}", [put_everywhere(sessions, random, slots) for _ in range(5)])
+    state, everywhere = sessions.state, range(slots)
+    row |= milliseconds(f"rows_{slots}", [sessions.timed(lambda: state.put_many(everywhere, random)) for _ in range(9)])
+    row |= milliseconds(f"new_rows_{slots}", [sessions.timed(lambda: state.clear(everywhere)) for _ in range(9)])
     forks = [Fork(name="s0", copies=[f"f{k}-{i}" for i in range(320)]) for k in range(3)]
     row |= milliseconds("fork_320", [sessions.order(fork) for fork in forks])
     if device.type == "cuda":
@@ -244,13 +264,38 @@ def measure_steps(sessions: Sessions, iters: int) -> dict[str, float]:
     return figures
 
 
-def put_everywhere(sessions: Sessions, snapshot: Snapshot, slots: int) -> float:
-    """Seconds to put one state into every slot."""
-    sessions.synchronize()
-    began = time.perf_counter()
-    sessions.state.put_many(range(slots), snapshot)
-    sessions.synchronize()
-    return time.perf_counter() - began
+@torch.inference_mode()
+def measure_rows(size: str, args: argparse.Namespace) -> dict:
+    """What it costs a step that its rows start in it."""
+    model = argparse.Namespace(size=size, model_path=None, wkv_state=args.wkv_state, iters=args.iters)
+    engine = Bench(model, [ROWS], [(ROWS, 1)]).engine
+    params = SamplingParams(top_k=50, top_p=0.6, ignore_eos=True)
+    request = Request(id="rows", prompts=[[5]], copies=ROWS, sampling=params, max_tokens=9)
+    sequences = [Sequence(request, index) for index in range(ROWS)]
+    session = engine.take(0)
+    sessions = [engine.take(slot) for slot in range(ROWS)]
+
+    def step(ids: list[int], start: bool, initial: list[Snapshot | None]) -> float:
+        for slot, sequence in enumerate(sequences):
+            sequence.slot, sequence.initial = slot, initial[slot]
+        plan = Plan([Row(sequence, ids, sample=True, start=start) for sequence in sequences])
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        engine.collect(engine.submit(plan))
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    nothing: list[None] = [None] * ROWS
+    figures: dict = {"size": size, "wkv": args.wkv_state}
+    for name, ids, start, initial in (
+        ("decode", [], False, nothing),
+        ("go_on", [5], False, nothing),
+        ("new", [5], True, nothing),
+        ("one_session", [5], True, [session] * ROWS),
+        ("320_sessions", [5], True, sessions),
+    ):
+        figures |= milliseconds(name, [step(ids, start, initial) for _ in range(args.iters + 2)][2:])
+    return figures
 
 
 def measure_many(count: int, iters: int, folder: Path) -> list[dict]:

@@ -197,23 +197,27 @@ __device__ __forceinline__ void advance(const Keys<State> (&keys)[ROWS], State* 
     }
 }
 
-// One token for each row; a block takes one head of a row, each of its WARPS a band of the state.
+// One token for each row; a block takes one head of a row, each of its WARPS a band of the state. `settled`: the kernel before
+// this one started after states and slots had been written, so they can be read while it runs.
 template <class State, int WARPS>
 __global__ void __launch_bounds__(WARPS* LANES, 32 / WARPS) wkv_decode_kernel(
-        WkvInputs in, State* state, const int64_t* slots, int heads) {
+        WkvInputs in, State* state, const int64_t* slots, int heads, bool settled) {
     constexpr int ROWS = HEAD / (WARPS * BAND);  // of a lane
     __shared__ Token token;
     __shared__ Outputs y;
     const int head = blockIdx.x % heads, row = blockIdx.x / heads, warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     release_next();
-    wait_for_previous();
+    if (!settled) wait_for_previous();
     const int64_t slot = slots[row];
-    if (slot < 0) return;
     const int value = warp * ROWS * BAND + lane / GROUP;  // the lane's rows: value, value + BAND, ...
     State* at = state + ((slot * heads + head) * HEAD + value) * HEAD;
     Keys<State> keys[ROWS];
+    if (slot >= 0) {
 #pragma unroll
-    for (int m = 0; m < ROWS; m++) keys[m].load(at + m * BAND * HEAD);
+        for (int m = 0; m < ROWS; m++) keys[m].load(at + m * BAND * HEAD);
+    }
+    wait_for_previous();
+    if (slot < 0) return;
     const int channel = head * HEAD + 2 * lane;
     const size_t input = size_t(row) * heads * HEAD + channel;
     Finish with;
@@ -300,14 +304,15 @@ __global__ void __launch_bounds__(WARPS* LANES, 24 / WARPS) wkv_scan_kernel(
 
 template <class State>
 static cudaError_t decode(
-        const WkvInputs& in, void* state, const int64_t* slots, int rows, int heads, int overlap, cudaStream_t stream) {
+        const WkvInputs& in, void* state, const int64_t* slots, int rows, int heads, bool settled, int overlap,
+        cudaStream_t stream) {
     constexpr int FEW_BLOCKS = 512, WARPS = 4;  // few blocks are quicker with more warps each; the results are the same
     const Launch how = {dim3(rows * heads), dim3(WARPS * LANES), stream, overlap};
     if (rows * heads > FEW_BLOCKS)
-        return start(wkv_decode_kernel<State, WARPS>, how, in, static_cast<State*>(state), slots, heads);
+        return start(wkv_decode_kernel<State, WARPS>, how, in, static_cast<State*>(state), slots, heads, settled);
     Launch few = how;
     few.block.x *= 2;
-    return start(wkv_decode_kernel<State, 2 * WARPS>, few, in, static_cast<State*>(state), slots, heads);
+    return start(wkv_decode_kernel<State, 2 * WARPS>, few, in, static_cast<State*>(state), slots, heads, settled);
 }
 
 template <class State>
@@ -324,11 +329,11 @@ static cudaError_t prefill(const WkvInputs& in, void* state, const int32_t* star
 RWKV_EXPORT int rwkv_wkv_decode(const __half* r, const __half* k, const __half* v, const float* u, const __half* rate,
         const __half* blend, const __half* gate, __half* first_value, const float* k_k, const float* k_a, const float* r_k,
         const float* norm_weight, const float* norm_bias, void* state, int type, const int64_t* slots, __half* out, int rows,
-        int heads, int overlap, cudaStream_t stream) {
+        int heads, int settled, int overlap, cudaStream_t stream) {
     const rwkv::WkvInputs in = {r, k, v, u, rate, blend, gate, first_value, k_k, k_a, r_k, norm_weight, norm_bias, out};
     switch (type) {
-        case rwkv::FP16: return rwkv::decode<__half>(in, state, slots, rows, heads, overlap, stream);
-        case rwkv::FP32: return rwkv::decode<float>(in, state, slots, rows, heads, overlap, stream);
+        case rwkv::FP16: return rwkv::decode<__half>(in, state, slots, rows, heads, settled, overlap, stream);
+        case rwkv::FP32: return rwkv::decode<float>(in, state, slots, rows, heads, settled, overlap, stream);
     }
     return cudaErrorInvalidValue;
 }

@@ -21,13 +21,15 @@ from rwkv_batch.config import COMPILE_MODE, Config, find_model
 from rwkv_batch.decode_graphs import DecodeGraphs, buckets_for
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import CheckpointError, UsageError
-from rwkv_batch.kernel_ops import KernelOps
+from rwkv_batch.kernel_ops import IN_PLACE_ROWS, KernelOps
+from rwkv_batch.kernel_state import StateFill
 from rwkv_batch.kernels import KernelError
 from rwkv_batch.launch import Launcher
 from rwkv_batch.model import Model
 from rwkv_batch.plan import SCORED_TOKENS
 from rwkv_batch.prefill_graphs import PrefillGraphs
 from rwkv_batch.prefix_cache import PrefixCache
+from rwkv_batch.reference import Rows
 from rwkv_batch.request import Failure, Progress
 from rwkv_batch.scheduler import Scheduler
 from rwkv_batch.session_db import SessionDatabase
@@ -182,11 +184,12 @@ def build_engine(
         sampler = choose(config.sampler, num_slots, weights.output_ids, device)
         return Engine(Model(weights, ops, "compile" if mode else "reference"), sampler, state)
     launcher = Launcher(library, device)
-    state = State(weights.shape, num_slots, shift_dtype=torch.float16, wkv_dtype=wkv_dtype, device=device)
     limits = {"max_tokens": max(max_tokens, num_slots), "max_rows": num_slots + SCORED_TOKENS}
     failing = selfcheck.failing(launcher, wkv_dtype, Path(library._name).with_suffix(".json"))
     if failing and config.ops == "kernels":
         raise UsageError(f"--ops kernels: wrong results on this card from {', '.join(failing)}", param="ops")
+    fill = None if selfcheck.FILL in failing else StateFill(launcher)
+    state = State(weights.shape, num_slots, shift_dtype=torch.float16, wkv_dtype=wkv_dtype, device=device, fill=fill)
     sampler = choose(
         "reference" if selfcheck.SAMPLER in failing else config.sampler,
         num_slots,
@@ -204,7 +207,15 @@ def build_engine(
     model = Model(weights, ops, "kernels")
     graphs = DecodeGraphs(model, sampler, state, sizes)
     prefills = None if config.batch_invariant else PrefillGraphs(model, sampler, state, max_tokens=max_tokens)
-    ops.tune(weights, sorted({*sizes, *(prefills.sizes if prefills else ())}))
+    slots = torch.tensor([*range(num_slots)] + [-1] * IN_PLACE_ROWS, device=device)
+    state.last_ids.random_(1, len(weights.embedding))  # steps that are timed want rows that differ
+    ops.tune(
+        weights,
+        sorted({*sizes, *(prefills.sizes if prefills else ())}),
+        lambda num_rows: model.forward(None, Rows.decoding(slots[:num_rows]), state),
+    )
+    state.last_ids.zero_()
+    state.clear(range(num_slots))
     graphs.capture()
     if prefills:
         prefills.capture()

@@ -96,7 +96,7 @@ class Mix:
         self._decode = launcher.bind("rwkv_add_norm_mix_decode", *[POINTER] * 8, *[INT] * 5)
         self._prefill = launcher.bind("rwkv_add_norm_mix_prefill", *[POINTER] * 11, *[INT] * 7)
         self._add_norm = launcher.bind("rwkv_add_norm", *[POINTER] * 6, *[INT] * 3)
-        self._wkv_decode = launcher.bind("rwkv_wkv_decode", *[POINTER] * 14, INT, *[POINTER] * 2, *[INT] * 3)
+        self._wkv_decode = launcher.bind("rwkv_wkv_decode", *[POINTER] * 14, INT, *[POINTER] * 2, *[INT] * 4)
         self._wkv_scan = launcher.bind("rwkv_wkv_scan", *[POINTER] * 14, INT, *[POINTER] * 3, *[INT] * 3)
         self._wkv_chunks = None
         if torch.version.hip is None:
@@ -191,16 +191,19 @@ class Mix:
         )
         self._launcher.launch(self._add_norm, *map(pointer, (x, y, index, weight, bias, out)), chosen, c, self._overlap)
 
-    def wkv_decode(self, inputs: WkvInputs, layer: WkvLayer, state: Tensor, slots: Tensor, out: Tensor) -> None:
+    def wkv_decode(
+        self, inputs: WkvInputs, layer: WkvLayer, state: Tensor, slots: Tensor, out: Tensor, *, settled: bool = False
+    ) -> None:
         """One token for each row: from the recurrence's inputs to out [B, C], what goes into the output matrix.
 
-        state [S, H, 64 value, 64 key] fp16 or fp32, updated in place; slots [B] int64.
+        state    [S, H, 64 value, 64 key] fp16 or fp32, updated in place; slots [B] int64.
+        settled  promises that whatever wrote `state` and `slots` had ended before the preceding kernel began
         """
         n, c = out.shape
         self._check_wkv(inputs, layer, state, out)
         self._check(slots=(slots, torch.int64, (n,)))
         arguments = (pointer(state), STATE_TYPES[state.dtype], pointer(slots), pointer(out))
-        sizes = (n, c // HEAD_SIZE, self._overlap)
+        sizes = (n, c // HEAD_SIZE, settled, self._overlap)
         self._launcher.launch(self._wkv_decode, *self._wkv_pointers(inputs, layer), *arguments, *sizes)
 
     def wkv_prefill(

@@ -36,6 +36,9 @@ OWN = "own"  # a way: `Gemm` with the plan that it chooses
 PROJECT = "project "  # before a plan of "rkv": the pairs' first halves are part of the product
 BESIDE = " beside"  # in a way of "rkv": the low-rank pairs run at the same time, on another stream
 TIMED_BYTES = 256 * 2**20  # of weights that a timing reads, more than stay in the L2 cache
+PRODUCTS = ("rkv", "output", "ffn_key", "ffn_value", "head")
+IN_PLACE_ROWS = 64  # up to which ways that are nearly as fast alone are compared in whole steps: kernels overlap there
+NEARLY, RIVALS = 1.12, 4  # times the fastest, and how many at most
 
 
 @dataclass
@@ -155,7 +158,8 @@ class KernelOps:
         self._attention_inputs(mixed, layer, prepared.low_rank, low)
         inputs = WkvInputs(*b.rkv.unbind(), b.decay, b.rate, blend, b.gate, b.first_value)
         if self._packed is None:
-            self.mix.wkv_decode(inputs, prepared.wkv, wkv_state, rows.slot_tensor, b.heads)
+            # This layer's states were written a step ago, the slots before this one.
+            self.mix.wkv_decode(inputs, prepared.wkv, wkv_state, rows.slot_tensor, b.heads, settled=True)
         else:
             self.mix.wkv_prefill(inputs, prepared.wkv, wkv_state, self._packed, b.heads)
         self._product("output", b.heads, layer.output, b.y)
@@ -232,8 +236,11 @@ class KernelOps:
             return "sparse" if name == "ffn_value" else "gemv"
         return OWN if name == "ffn_key" and self._owns_key else "cublas"  # which would leave the squared ReLU to another pass
 
-    def tune(self, weights: Weights, sizes: list[int]) -> None:
-        """Choose for every batch size how each product is done; what was found is remembered for the card."""
+    def tune(self, weights: Weights, sizes: list[int], decode_step: Callable[[int], object]) -> None:
+        """Choose for every batch size how each product is done; what was found is remembered for the card.
+
+        decode_step  starts a decode step of so many rows
+        """
         file = cache_folder() / f"ways-{torch.cuda.get_device_name(self.launcher.device).replace(' ', '-')}.json"
         known = json.loads(file.read_text()) if file.exists() else {}
         shape = weights.shape
@@ -241,18 +248,31 @@ class KernelOps:
         self._all.mixed.normal_(generator=generator)
         self._all.heads.normal_(generator=generator)
         for size in sizes:
-            products = ("rkv", "output", "ffn_key", "ffn_value", "head")
-            for name in products if size <= len(self._last) else products[:-1]:
-                key = f"{name},{size},{shape.width},{shape.ffn_width},{self.launcher.digest}"
+            names = PRODUCTS if size <= len(self._last) else PRODUCTS[:-1]
+            keys = {name: f"{name},{size},{shape.width},{shape.ffn_width},{self.launcher.digest}" for name in names}
+            times: dict[str, dict[str, float]] = {}
+            for name, key in keys.items():
                 runs = self._runs(name, size, weights)
                 if key not in known:
-                    times = {way: self.launcher.time(run) for way, run in runs.items()}
-                    known[key] = min(times, key=times.get)
+                    times[name] = {way: self.launcher.time(run) for way, run in runs.items()}
+                    known[key] = min(times[name], key=times[name].get)
                 self._ways[name, size] = known[key]
+            if size <= min(IN_PLACE_ROWS, len(self._last)):
+                for name, alone in times.items():
+                    known[keys[name]] = self._ways[name, size] = self._fastest_in_place(name, size, alone, decode_step)
         self.matmul.save()
         draft = file.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps(known))
         os.replace(draft, file)
+
+    def _fastest_in_place(self, name: str, size: int, alone: dict[str, float], decode_step: Callable[[int], object]) -> str:
+        """Return the way with which a whole step is fastest, of those that took little longer than the fastest alone."""
+        rivals = [way for way in sorted(alone, key=alone.get) if alone[way] <= NEARLY * min(alone.values())][:RIVALS]
+        times = {}
+        for way in rivals if len(rivals) > 1 else []:
+            self._ways[name, size] = way
+            times[way] = self.launcher.time(lambda: decode_step(size), rounds=8)
+        return min(times, key=times.get, default=rivals[0])
 
     def _runs(self, name: str, size: int, weights: Weights) -> dict[str, Callable[[], object]]:
         """Return what to time: each way a product of `size` tokens can be done, over several layers' weights."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rwkv_batch import reference
 from rwkv_batch.kernel_ops import PLANES, KernelOps
+from rwkv_batch.kernel_state import StateFill
 from rwkv_batch.launch import Launcher
 from rwkv_batch.model import Model
 from rwkv_batch.reference import Rows
@@ -22,7 +23,7 @@ from sampling.choose import check
 
 log = logging.getLogger("rwkv_batch.engine")
 
-SAMPLER = "sampler"
+SAMPLER, FILL = "sampler", "state"
 OPS = ("embed", "add_norm_mix", "time_mix", "channel_mix", "logits")
 TOLERANCE = 1e-2  # relative RMS; fp16 rounding between kernels leaves about 1e-3
 WIDTH, FFN, VOCAB, RANKS = 256, 1024, 512, (32, 32, 16, 64)
@@ -66,7 +67,7 @@ class PartlyReferenceOps(KernelOps):
 
 
 def failing(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None) -> list[str]:
-    """Return the names of ops, and SAMPLER, whose kernels disagree with the reference here; remembered in `file`."""
+    """Return the names of ops, SAMPLER and FILL, whose kernels disagree with the reference here; remembered in `file`."""
     key = f"{torch.cuda.get_device_name(launcher.device)}, torch {torch.__version__}, state {wkv_dtype}"
     known = json.loads(file.read_text()) if file is not None and file.exists() else {}
     if key not in known:
@@ -74,6 +75,8 @@ def failing(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None
         if wrong := check(launcher.device, launcher.library):
             log.error("sampling rules that the kernel gets wrong: %s", "; ".join(wrong))
             known[key].append(SAMPLER)
+        if not _fills(launcher, wkv_dtype):
+            known[key].append(FILL)
         if file is not None:
             file.write_text(json.dumps(known))
     for name in known[key]:
@@ -100,6 +103,26 @@ def _agrees(name: str, launcher: Launcher, wkv_dtype: torch.dtype) -> bool:
             if not float((one - other).norm()) <= TOLERANCE * float(one.norm()):  # NaN is a failure too
                 return False
     return True
+
+
+@torch.inference_mode()
+def _fills(launcher: Launcher, wkv_dtype: torch.dtype) -> bool:
+    """Copy one slot into some others and clear some more, with the kernel and without."""
+    shape, states = ModelShape(2, WIDTH, FFN, VOCAB, *RANKS), []
+    for fill in (None, StateFill(launcher)):
+        state = State(shape, SLOTS, shift_dtype=torch.float16, wkv_dtype=wkv_dtype, device=launcher.device, fill=fill)
+        generator = torch.Generator(device=launcher.device).manual_seed(0)
+        for tensor in (state.shift, state.wkv):
+            tensor.normal_(generator=generator)
+        try:
+            state.put_many(range(1, SLOTS, 7), state.take(0))
+            state.clear(range(2, SLOTS, 7))
+        except RuntimeError as error:
+            log.error("state: %s", error)
+            return False
+        states.append(state)
+    one, other = states
+    return torch.equal(one.shift, other.shift) and torch.equal(one.wkv, other.wkv)
 
 
 def _run(ops: KernelOps, weights: Weights, lengths: list[int], wkv_dtype: torch.dtype) -> list[Tensor]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rwkv_batch.kernel_state import StateFill
 from rwkv_batch.weights import HEAD_SIZE, ModelShape
 
 
@@ -29,6 +30,8 @@ class State:
     wkv       [L, S, H, 64, 64]   the recurrent matrices, rows are value channels, columns key channels, of `wkv_dtype`
     last_ids  [S] int64           tokens sampled last: what a decode step feeds
     elapsed   S ints              tokens seen, counted on the host
+
+    fill      the kernel that overwrites slots; None = torch does it
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class State:
         shift_dtype: torch.dtype = torch.float32,
         wkv_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        fill: StateFill | None = None,
     ):
         self.shape = shape
         self.num_slots = num_slots
@@ -51,12 +55,18 @@ class State:
         self.time_shift = self.shift[:, 0].unbind()  # L times [S, C]
         self.channel_shift = self.shift[:, 1].unbind()
         self.layer_wkv = self.wkv.unbind()  # L times [S, H, 64, 64]
+        self._fill = fill
+        self._shift_rows = self.shift.flatten(0, 1)  # [2 L, S, C]
+        self._wkv_rows = self.wkv.flatten(2)  # [L, S, H * 64 * 64]
 
     def clear(self, slots: Sequence[int]) -> None:
         """Overwrite the slots with the state before the first token (0 × NaN would stay NaN, so nothing is multiplied)."""
-        index = torch.as_tensor(slots, dtype=torch.int64, device=self.shift.device)
-        self.shift.index_fill_(2, index, 0)
-        self.wkv.index_fill_(1, index, 0)
+        if self._fill is not None:
+            self._fill(slots, shift=(self._shift_rows, None), wkv=(self._wkv_rows, None))
+        else:
+            index = self._index(slots)
+            self.shift.index_fill_(2, index, 0)
+            self.wkv.index_fill_(1, index, 0)
         for slot in slots:
             self.elapsed[slot] = 0
 
@@ -71,20 +81,26 @@ class State:
 
     def put(self, slot: int, snapshot: Snapshot) -> None:
         """Overwrite one slot with a snapshot; ValueError when it belongs to a model of another shape."""
-        expected = (self.shift[:, :, slot].shape, self.wkv[:, slot].shape)
-        got = (snapshot.shift.shape, snapshot.wkv.shape)
-        if got != expected:
-            raise ValueError(f"snapshot of shapes {got}, this model needs {expected}")
-        self.shift[:, :, slot] = snapshot.shift
-        self.wkv[:, slot] = snapshot.wkv
-        self.elapsed[slot] = snapshot.elapsed
+        self.put_many([slot], snapshot)
 
     def put_many(self, slots: Sequence[int], snapshot: Snapshot) -> None:
         """Overwrite several slots with one snapshot, with as many launches as for one; ValueError as `put`."""
-        self.put(slots[0], snapshot)
-        if len(slots) > 1:
-            rest = torch.as_tensor(slots[1:], dtype=torch.int64, device=self.shift.device)
-            self.shift[:, :, rest] = snapshot.shift.to(self.shift).unsqueeze(2)
-            self.wkv[:, rest] = snapshot.wkv.to(self.wkv).unsqueeze(1)
-            for slot in slots[1:]:
-                self.elapsed[slot] = snapshot.elapsed
+        expected = (self.shift[:, :, 0].shape, self.wkv[:, 0].shape)
+        got = (snapshot.shift.shape, snapshot.wkv.shape)
+        if got != expected:
+            raise ValueError(f"snapshot of shapes {got}, this model needs {expected}")
+        if self._fill is not None:
+            shift, wkv = snapshot.shift.to(self.shift).contiguous(), snapshot.wkv.to(self.wkv).contiguous()
+            self._fill(slots, shift=(self._shift_rows, shift.flatten(0, 1)), wkv=(self._wkv_rows, wkv.flatten(1)))
+        elif len(slots) == 1:
+            self.shift[:, :, slots[0]] = snapshot.shift
+            self.wkv[:, slots[0]] = snapshot.wkv
+        else:
+            index = self._index(slots)
+            self.shift[:, :, index] = snapshot.shift.to(self.shift).unsqueeze(2)
+            self.wkv[:, index] = snapshot.wkv.to(self.wkv).unsqueeze(1)
+        for slot in slots:
+            self.elapsed[slot] = snapshot.elapsed
+
+    def _index(self, slots: Sequence[int]) -> torch.Tensor:
+        return torch.as_tensor(slots, dtype=torch.int64, device=self.shift.device)

@@ -182,12 +182,14 @@ def test_a_cancelled_turn_leaves_the_session_as_it_was(tmp_path):
 
 
 def test_many_rows_start_from_one_session_in_one_step(tmp_path):
+    """Their prompts fit into one step, so that every row sees the same kernels and has the same bits."""
     sessions = pool_for(engine_of("768", 16), tmp_path / "s.db")
-    harness, prompt = GpuHarness(sessions), list(range(1, 40))
-    harness.turn("s", "s", prompt)
-    session = Session(name="s", keep=False, separate=False)
-    harness.submit("rows", [prompt] * 16, session=session, max_tokens=20, sampling=GREEDY, loop="sync")
+    harness = GpuHarness(sessions)
+    harness.turn("s", "s", list(range(1, 40)))
+    session, num_steps = Session(name="s", keep=False, separate=False), harness.worker.stats()["steps_total"]
+    harness.submit("rows", [list(range(1, 21))] * 16, session=session, max_tokens=20, sampling=GREEDY, loop="sync")
     harness.run()
+    assert harness.worker.stats()["steps_total"] == num_steps + 20
     assert {harness.finishes["rows"][row].reason for row in range(16)} == {"length"}
     assert len(set(harness.texts["rows"].values())) == 1
     assert sessions.stats()["state_commits_total"] == 1

@@ -1,0 +1,33 @@
+"""The state with something that fills its slots gives it the right memory."""
+
+import pytest
+import torch
+from models import TINY, random_weights
+
+from rwkv_batch.state import Snapshot, State
+
+
+def fill(slots, **parts):
+    """What `kernel_state.StateFill` does, in plain torch."""
+    for target, source in parts.values():
+        assert target.is_contiguous()
+        for slot in slots:
+            target[:, slot] = 0 if source is None else source
+
+
+@pytest.mark.parametrize("wkv_dtype", [torch.float32, torch.float16])
+def test_filled_slots_equal_those_that_torch_wrote(wkv_dtype):
+    shape = random_weights(TINY, 256).shape
+    states = [State(shape, 6, shift_dtype=torch.float16, wkv_dtype=wkv_dtype, fill=each) for each in (None, fill)]
+    snapshot = Snapshot(torch.randn_like(states[0].take(0).shift.float()), torch.randn_like(states[0].take(0).wkv).double(), 9)
+    for state in states:
+        state.shift.fill_(torch.nan)
+        state.wkv.fill_(torch.nan)
+        state.put(5, snapshot)
+        state.put_many([3, 0, 1], snapshot)
+        state.clear([0, 4])
+        state.clear([])
+    for one, other in ((states[0].shift, states[1].shift), (states[0].wkv, states[1].wkv)):
+        assert torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    assert states[1].elapsed == states[0].elapsed == [0, 9, 0, 9, 0, 9]
+    assert states[1].shift[:, :, 2].isnan().all()
