@@ -16,6 +16,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
@@ -98,10 +99,9 @@ class Bench:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 logits = self.model.forward(None, rows, self.state)
-        forward = self._median(graph.replay)
-        finite = bool(torch.isfinite(logits).all())
         host_slots = list(range(batch))
-        engine = self._median(lambda: self.engine.graphs.replay(host_slots))
+        forward, engine = self._medians(graph.replay, lambda: self.engine.graphs.replay(host_slots))
+        finite = bool(torch.isfinite(logits).all())
         floor = self._decode_floor(batch)
         return {
             "decode": batch, "forward_ms": forward, "forward_tok_s": batch / forward * 1e3,
@@ -119,7 +119,7 @@ class Bench:
             self.state.clear(slots)
             self.model.forward(tokens, rows, self.state)
 
-        seconds = self._median(run)
+        (seconds,) = self._medians(run)
         flops = 2 * count * length * (sum(p.numel() for p in self._matrices()) - self.model.weights.head.numel())
         floor = flops / FLOPS * 1e3
         return {
@@ -139,16 +139,18 @@ class Bench:
         }  # fmt: skip
         file.write_text(json.dumps(content, indent=1) + "\n")
 
-    def _median(self, run) -> float:
-        times = []
+    def _medians(self, *runs: Callable[[], object]) -> list[float]:
+        """Milliseconds of each; they take turns, since the card's clock falls as it warms up."""
+        times = [[] for _ in runs]
         for _ in range(WARM_UP + self.args.iters):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        return statistics.median(times[WARM_UP:])
+            for run, taken in zip(runs, times, strict=True):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                run()
+                end.record()
+                end.synchronize()
+                taken.append(begin.elapsed_time(end))
+        return [statistics.median(taken[WARM_UP:]) for taken in times]
 
     def _matrices(self) -> list[torch.Tensor]:
         weights = self.model.weights
