@@ -3,41 +3,46 @@
 // The rules are those of sampling/reference.py, in the same order; so are the random numbers, and a seed gives
 // the same text on CPU and GPU up to the rounding of sums at the borders between columns.
 //
-// One block a row at a time. A fp16 row is held in shared memory, so that memory is asked for it once; a multiprocessor has
-// room for one row, so the next one is copied in while the draw from this one ends. Other rows are read again in every pass,
-// from the L2 cache. The boundary of a filter is a value, theta, found without sorting the vocabulary, as in Rapid-Sampling
-// (Triang-jyed-driung):
-//   - a top_k of at most MAX_RANKED: the k-th largest of the threads' own maxima is a lower bound of theta, and only the few
-//     columns at or above it are ranked (`rank`);
-//   - else `search`: a histogram of counts or of masses; then the columns in the bucket that holds theta are ranked or, if
-//     there are too many, counted in a histogram of their own.
-// Then one pass in the order of the columns adds up what is kept and draws (`draw`). Penalties are zero but for tokens sampled
-// before, so a bit for every eight columns tells which need a look. A sum's order does not depend on chance nor on other rows.
+// A row is read once from memory, in parts of 256 columns, one warp a part: penalties are brought up to date on the way, and of
+// each part its largest value and the mass of its weights are left in shared memory (`summarize`). From these follow the row's
+// largest value and mass, and mostly also where to look: a greedy row or a draw from all columns reads one part again; a filter
+// reads the parts that can hold kept columns again, puts the few columns above a bound on a list, and ranks them against one
+// another (`list_hits`, `rank`). A boundary further down is searched for as in Rapid-Sampling (Triang-jyed-driung), by value
+// and without sorting: a histogram of counts bounds the value from both sides, and the columns in between are listed (`search`).
+//
+// For few rows the blocks of a cluster share the parts of a row (Hopper and later). Sums go by parts, in the order of the
+// columns: they depend neither on chance, nor on how many blocks share a row, nor on other rows.
 
 #include "common.cuh"
 
 #include <cfloat>
+#include <cstring>
+#include <type_traits>
 
 namespace rwkv {
 
-constexpr int THREADS = 1024;
-constexpr int WARPS = THREADS / LANES;
-constexpr int MAX_RANKED = 512;    // the largest top_k that is found among the threads' maxima
-constexpr int BOUND_BITS = 15;     // of a value's order that are looked at for that
-constexpr int BUCKETS = 256;       // of a histogram
-constexpr float REACH = 10.f;      // the first histogram covers weights down to exp(-REACH) of the largest
-constexpr float MOST_BITS = 4.f;   // a bucket's weights differ by at most two to this, so that none of them is lost
-constexpr float UNIT = 1 << 18;    // a bucket's largest weight in whole numbers: a lane's 8,192 columns at most stay below 2^32
-constexpr float ROUNDER = 1 << 23; // added to a float, leaves the nearest whole number in its low bits
-constexpr int MAX_ROUNDS = 32;     // a round is one vector of eight columns for each thread
-constexpr int MAX_VECTORS = MAX_ROUNDS * THREADS;
-#ifdef RWKV_HIP
-constexpr int MAX_KEPT = 256;  // all of `Shared` in 64 KiB
-#else
-constexpr int MAX_KEPT = 1024;  // special vectors whose final values are kept; those of others are computed in each pass
-#endif
-constexpr float LOG2E = 1.4426950408889634f;
+constexpr int MIN_THREADS = 256, MAX_THREADS = 768;  // of a block; more would leave them too few registers
+constexpr int PART = 8 * LANES;       // columns: a vector of eight for each lane
+constexpr int MAX_PARTS = 512;
+constexpr int MAX_BLOCKS = 8;         // of a cluster
+constexpr int MAX_GROUPS = 8;         // groups of parts for each lane, whose largest values bound a filter from below
+constexpr int MAX_RANKED = 128;       // the largest top_k that is found from that bound
+constexpr int NUM_TRIED = 64;         // groups whose columns are listed for a top_p, and the mass at which that seems hopeless
+constexpr float MASS_TRIED = 100.f;
+constexpr int LISTED = 512, STAGED = 4608;  // columns
+constexpr int BUCKETS = 2048;
+constexpr int SCANNERS = 256;    // threads that add up the buckets, however many there are: the order of sums is always the same
+constexpr int SAMPLED = 8;       // a search looks first at one vector in so many,
+constexpr int MIN_SAMPLED = 8192;  // where there are this many columns,
+constexpr float MARGIN = 4.5f;   // and trusts what it saw to so many standard deviations
+constexpr float SAMPLE_UNITS = 1 << 28;
+constexpr uint32_t EXACT = 1 << 16;  // a histogram's count of columns that stand for themselves
+constexpr int MAX_SEARCHES = 32;
+constexpr float ROUNDER = 1 << 23;  // added to a float, leaves the nearest whole number in its low bits
+constexpr float DOUBT = 1e-5f;      // relative error of sums, generously
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr float GUMBEL_MIN = -2.8125f, GUMBEL_MAX = 9.6885f;  // below and above all Gumbel numbers
+constexpr uint32_t BROKEN = 0xffffffffu;                       // the key of a NaN
 constexpr int NONE = 0x7fffffff;
 
 enum Way : int { GREEDY = 0, PLAIN = 1, JOINT = 2, SEQUENTIAL = 3, GUMBEL = 4, NOISE = 5 };
@@ -70,7 +75,8 @@ struct SampleArgs {
     const int64_t* bias_columns;   // [S, bias_width]
     const float* bias_values;      // [S, bias_width]
     const int32_t* num_bias;       // [S] pairs in use
-    float* penalties;         // [S, U] as of the step before, without its token; or null
+    float* penalties;         // [S, U] as of the step before, without its token; rows 16-byte aligned, padded with zeros to
+    int64_t penalty_stride;   // a multiple of 8 columns, this many elements apart
     uint32_t* touched;        // [S, ceil(U / 256)] bit i: penalties 8 i .. 8 i + 7 may differ from zero
     int32_t* pending_column;  // [S] the column sampled in the step before, -1 = none
     float* pending_penalty;   // [S] what that adds to it
@@ -79,6 +85,9 @@ struct SampleArgs {
     int64_t* last_ids;   // [S] the same by slot, or null
     float* out_boundary;  // [B, 3] for tests, or null: boundary value, weight of columns equal to it, sum of kept weights
 };
+
+__device__ __forceinline__ int num_threads() { return int(blockDim.x); }
+__device__ __forceinline__ int num_warps() { return int(blockDim.x) / LANES; }
 
 // What a row's slot asks for, and the key and counter of its random numbers; their layout stands in sampling/base.py.
 struct Controls {
@@ -106,33 +115,85 @@ struct Controls {
     }
 };
 
-struct alignas(16) Shared {
-    union {
-        uint32_t histogram[BUCKETS][LANES];  // whole numbers, whose sums do not depend on the order; lanes do not collide
-        struct {                            // of each warp's vectors in each round, which are neighbours
-            float mass[MAX_ROUNDS * WARPS];
-            int counts[MAX_ROUNDS * WARPS];  // columns above theta << 16 | columns equal to it
-        } kept;
-    };
-    float values[2][THREADS];
-    float masses[THREADS];
-    Controls controls;
-    float final_values[MAX_KEPT][8];          // of the first special vectors
-    uint32_t special[MAX_VECTORS / 32];       // bit i: vector i has a bias or penalties
-    uint16_t num_before[MAX_VECTORS / 32];    // how many special vectors come before 32 i
-    uint16_t list[THREADS];                   // special vectors worked on now
-    union {
-        float floats[LANES];
-        int ints[LANES];
-    } scratch;
-    const int64_t* bias_columns;
-    const float* bias_values;
-    float* penalties;  // null for rows without
-    int num_bias;
-    int num_special;
-    int num_values;
-    int chosen;
+struct Listed {
+    float value, weight;
 };
+struct Staged {
+    float value;
+    int column;
+};
+// What a warp made of the row's parts.
+struct Overview {
+    float top, mass;
+    int num_hits;  // parts to list, NONE: search instead
+    float bound;   // columns at or above it are listed
+};
+// Four neighbouring columns, from `first`, and the largest of their values.
+struct Queued {
+    float high;
+    int first;
+};
+enum Result : int { REFINE, LISTS, TIES };
+// What a search knows: columns above `high` are kept; theta is not below `low`.
+struct Window {
+    Result result;
+    float begin, end;     // places, see `Scale`, between which theta is
+    float high, low;
+    float mass_above;     // of the columns above the place `begin`
+    int num_above, num_first;  // and the number of columns in the bucket there
+};
+
+struct alignas(16) Shared {
+    uint32_t part_keys[MAX_PARTS];  // the largest value's key, see `place_of`
+    float part_masses[MAX_PARTS];   // relative to a largest weight of one
+    uint32_t special[MAX_PARTS];    // bit i: the part's vector i has a bias or penalties
+    float above[MAX_PARTS];         // mass of a part's columns that are kept for sure
+    uint32_t staged_at[MAX_PARTS];  // where a part's staged values begin * 512 | how many
+    uint16_t counts[MAX_PARTS];     // of a part's columns that are on the list
+    union {
+        uint16_t hits[MAX_PARTS];      // the parts that are listed
+        uint16_t listed_at[MAX_PARTS];  // where a part's columns begin on the list
+    };
+    union {
+        float first[MAX_PARTS];  // mass of those that come next, in one bucket
+        int columns[LISTED];
+    };
+    union {
+        uint32_t histogram[BUCKETS];
+        struct {
+            float at_least[LISTED], above[LISTED];  // masses
+            uint32_t counts[LISTED];                // at least << 16 | above
+        } ranks;
+    };
+    union {
+        float values[STAGED];         // those in a search's window, part by part
+        Staged staged[STAGED / 2];    // an equal share for each part that is listed
+        Queued queues[MAX_THREADS / LANES][2 * LANES];  // of the warps
+    };
+    Listed list[LISTED];  // in the order of the columns
+    Controls controls;
+    Overview overview;
+    Window window;
+    union {
+        float floats[3][LANES];
+        uint32_t keys[4][LANES];
+    } scratch;
+    uint32_t extremes[4][MAX_BLOCKS];
+    int num_listed;  // NONE: too many
+    int num_staged;
+    int num_above;  // columns above the window
+    uint32_t sample_mass;
+    int buckets[2];
+    uint32_t found;  // key of the largest noisy value
+    int column;      // which has it
+    uint32_t winners[2][MAX_BLOCKS];  // the same by block
+};
+
+// The block's shared memory.
+__device__ __forceinline__ Shared& shared() {
+    __shared__ __align__(16) char memory[sizeof(Shared)];
+    return *reinterpret_cast<Shared*>(memory);
+}
 
 __device__ __forceinline__ float exp2_of(float x) {
 #ifdef RWKV_HIP
@@ -155,6 +216,16 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
 #endif
 }
 
+__device__ __forceinline__ float log2_of(float x) {
+#ifdef RWKV_HIP
+    return log2f(x);
+#else
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
 // A float's bits in an order that unsigned comparison understands.
 __device__ __forceinline__ uint32_t key_of(float x) {
     const uint32_t bits = __float_as_uint(x + 0.f);  // -0 is 0
@@ -164,327 +235,101 @@ __device__ __forceinline__ float value_of(uint32_t key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-__device__ __forceinline__ float block_max(float v, Shared& sh) {  // NaN when one is
-    for (int d = LANES / 2; d; d /= 2) v = max_or_nan(v, __shfl_xor_sync(ALL, v, d, LANES));
-    if (threadIdx.x % LANES == 0) sh.scratch.floats[threadIdx.x / LANES] = v;
-    __syncthreads();
-    v = sh.scratch.floats[threadIdx.x % LANES];
-    for (int d = LANES / 2; d; d /= 2) v = max_or_nan(v, __shfl_xor_sync(ALL, v, d, LANES));
-    __syncthreads();
-    return v;
-}
-__device__ __forceinline__ float block_sum(float v, Shared& sh) {
-    v = lane_sum(v);
-    if (threadIdx.x % LANES == 0) sh.scratch.floats[threadIdx.x / LANES] = v;
-    __syncthreads();
-    v = lane_sum(sh.scratch.floats[threadIdx.x % LANES]);
-    __syncthreads();
-    return v;
-}
-// Sum over the lower threads and this one.
-__device__ __forceinline__ float block_scan(float v, Shared& sh) {
-    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    v = lane_scan(v);
-    if (lane == LANES - 1) sh.scratch.floats[warp] = v;
-    __syncthreads();
-    const float lower = __shfl_sync(ALL, lane_scan(sh.scratch.floats[lane]), warp ? warp - 1 : 0, LANES);
-    __syncthreads();
-    return warp ? lower + v : v;
-}
-__device__ __forceinline__ int block_min(int v, Shared& sh) {
-    v = lane_min(v);
-    if (threadIdx.x % LANES == 0) sh.scratch.ints[threadIdx.x / LANES] = v;
-    __syncthreads();
-    v = lane_min(sh.scratch.ints[threadIdx.x % LANES]);
-    __syncthreads();
-    return v;
-}
-
-// The k-th largest of all threads' values, rounded down to BOUND_BITS, by bisection; each look is one barrier.
-__device__ float kth_largest(float value, int k) {
-    const uint32_t key = key_of(value);
-    uint32_t found = 0;
-    for (int bit = 31; bit >= 32 - BOUND_BITS; bit--) {
-        const uint32_t tried = found | 1u << bit;
-        if (__syncthreads_count(key >= tried) >= k) found = tried;
-    }
-    return found > key_of(-INFINITY) ? value_of(found) : -FLT_MAX;
-}
-
-// Start to copy into shared memory; the calling thread may read what it copied after `await_copies`. Ask for a line of 128
-// bytes to be brought into the L2 cache. The largest of eight fp16 values, NaN when one is.
+// Over a warp's lanes; all of them get the result.
 #ifdef RWKV_HIP
-__device__ __forceinline__ void copy16_later(void* to, const void* from) {
-    *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
+__device__ __forceinline__ uint32_t lane_max(uint32_t v) {
+    for (int d = LANES / 2; d; d /= 2) v = max(v, uint32_t(__shfl_xor_sync(ALL, int(v), d, LANES)));
+    return v;
 }
-__device__ __forceinline__ void copy4_later(void* to, const void* from) {
-    *static_cast<uint32_t*>(to) = *static_cast<const uint32_t*>(from);
-}
-__device__ __forceinline__ void await_copies() {}
+__device__ __forceinline__ int lane_first(int v) { return lane_min(v); }
+// A bit for each lane.
+__device__ __forceinline__ uint32_t lane_ballot(bool v) { return uint32_t(lane_sum(int(uint32_t(v) << threadIdx.x % LANES))); }
+__device__ __forceinline__ int lane_add(int v) { return lane_sum(v); }
 __device__ __forceinline__ void prefetch(const void*) {}
-__device__ __forceinline__ float largest_of(const __half* p) {
-    float v[8];
-    load8(p, v);
-    for (int j = 1; j < 8; j++) v[0] = max_or_nan(v[0], v[j]);
-    return v[0];
+#else
+__device__ __forceinline__ uint32_t lane_max(uint32_t v) { return __reduce_max_sync(ALL, v); }
+__device__ __forceinline__ int lane_first(int v) { return __reduce_min_sync(ALL, v); }
+__device__ __forceinline__ uint32_t lane_ballot(bool v) { return __ballot_sync(ALL, v); }
+__device__ __forceinline__ int lane_add(int v) { return __reduce_add_sync(ALL, v); }
+// Ask for a line of 128 bytes to be brought into the L2 cache.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+#endif
+// Sum over the lower lanes.
+__device__ __forceinline__ int lane_before(int v) {
+    const int lane = threadIdx.x % LANES;
+    int sum = v;
+    for (int d = 1; d < LANES; d *= 2) {
+        const int below = __shfl_up_sync(ALL, sum, d, LANES);
+        if (lane >= d) sum += below;
+    }
+    return sum - v;
+}
+
+// The blocks of a cluster; where there are none a block is alone.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ __forceinline__ int cluster_rank() {
+    uint32_t v;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(v));
+    return int(v);
+}
+__device__ __forceinline__ int cluster_size() {
+    uint32_t v;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(v));
+    return int(v);
+}
+__device__ __forceinline__ void cluster_begin() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+// The place of p, in shared memory, in another block.
+template <class T>
+__device__ __forceinline__ T* remote(T* p, int rank) {
+    uint64_t q;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(q) : "l"(reinterpret_cast<uint64_t>(p)), "r"(rank));
+    return reinterpret_cast<T*>(q);
 }
 #else
-__device__ __forceinline__ void copy16_later(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from));
-}
-__device__ __forceinline__ void copy4_later(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from));
-}
-__device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-__device__ __forceinline__ float largest_of(const __half* p) {
-    const uint4 raw = *reinterpret_cast<const uint4*>(p);
-    const __half2* h = reinterpret_cast<const __half2*>(&raw);
-    const __half2 m = __hmax2_nan(__hmax2_nan(h[0], h[1]), __hmax2_nan(h[2], h[3]));
-    return __half2float(__hmax_nan(__low2half(m), __high2half(m)));
+__device__ __forceinline__ int cluster_rank() { return 0; }
+__device__ __forceinline__ int cluster_size() { return 1; }
+__device__ __forceinline__ void cluster_begin() {}
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() {}
+template <class T>
+__device__ __forceinline__ T* remote(T* p, int) {
+    return p;
 }
 #endif
 
-// One row's logits after bias, masks and penalties, in vectors of eight columns; vector i belongs to thread i % THREADS, and is
-// special when it has a bias or penalties. HELD: fp16 logits are in shared memory, masked; else they are read from where they
-// are. What is rarely needed stays out of registers.
-template <bool HELD>
-struct Row {
-    const SampleArgs& a;
-    Shared& sh;
-    __half* held;
-    int index;         // in the batch
-    bool aligned;      // the logits can be read 16 bytes at a time
-    bool end_masked;
-    bool any_special;  // the row has a bias or penalties
-
-    __device__ __forceinline__ int vectors() const { return (a.num_columns + 7) / 8; }
-    __device__ __forceinline__ bool is_special(int vector) const {
-        return any_special && sh.special[vector / 32] >> vector % 32 & 1;
-    }
-    // Bits of the columns of a vector that cannot be sampled.
-    __device__ __forceinline__ unsigned masked(int vector) const {
-        return (a.allowed ? ~a.allowed[vector] & 0xffu : 0u) | (end_masked && vector == 0 ? 1u : 0u);
-    }
-    __device__ __forceinline__ void mask(int vector, float (&v)[8]) const {
-        const unsigned bits = masked(vector);
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-            if (bits >> j & 1) v[j] = -INFINITY;
-    }
-
-    // The eight columns from 8 * vector as they are in memory, -inf behind the last column.
-    template <class T>
-    __device__ __forceinline__ void raw_as(int vector, float (&v)[8]) const {
-        const T* p = static_cast<const T*>(a.logits) + index * a.stride;
-        const int first = 8 * vector;
-        if (aligned && first + 8 <= a.num_columns) {
-            load8(p + first, v);
-        } else {
-#pragma unroll
-            for (int j = 0; j < 8; j++) v[j] = first + j < a.num_columns ? to_float(p[first + j]) : -INFINITY;
-        }
-    }
-    __device__ __forceinline__ void raw(int vector, float (&v)[8]) const {
-        if constexpr (HELD) {
-            raw_as<__half>(vector, v);
-        } else if (a.type == FP32) {
-            raw_as<float>(vector, v);
-        } else if (a.type == FP16) {
-            raw_as<__half>(vector, v);
-        } else {
-            raw_as<__nv_bfloat16>(vector, v);
-        }
-    }
-    __device__ __forceinline__ void add_bias(int vector, float (&v)[8]) const {
-        for (int b = 0; b < sh.num_bias; b++) {
-            const int at = int(sh.bias_columns[b]) - 8 * vector;
-#pragma unroll
-            for (int j = 0; j < 8; j++)
-                if (at == j) v[j] += sh.bias_values[b];
-        }
-    }
-
-    // Bias and penalties, once `prepare` has brought the penalties up to date.
-    __device__ __forceinline__ void adjust(int vector, float (&v)[8]) const {
-        if (!is_special(vector)) return;
-        const int at = sh.num_before[vector / 32] + __popc(sh.special[vector / 32] & ((1u << vector % 32) - 1));
-        if (at < MAX_KEPT) {
-            load8(sh.final_values[at], v);
-            return;
-        }
-        add_bias(vector, v);
-        const float* penalties = sh.penalties;
-        if (penalties) {
-#pragma unroll
-            for (int j = 0; j < 8; j++)
-                if (8 * vector + j < a.num_columns) v[j] -= penalties[8 * vector + j];
-        }
-    }
-    // Final values, from where the logits are.
-    __device__ __forceinline__ void load_from_memory(int vector, float (&v)[8]) const {
-        raw(vector, v);
-        if (a.allowed || end_masked) mask(vector, v);
-        adjust(vector, v);
-    }
-    // Final values of one of the thread's vectors, before `release`.
-    __device__ __forceinline__ void load(int vector, float (&v)[8]) const {
-        if constexpr (HELD) {
-            load8(held + 8 * vector, v);
-            adjust(vector, v);
-        } else {
-            load_from_memory(vector, v);
-        }
-    }
-    // Whether all values of a vector are below the bound, where that is cheap to say.
-    __device__ __forceinline__ bool is_below(int vector, float bound) const {
-        if constexpr (HELD) return !is_special(vector) && largest_of(held + 8 * vector) < bound;
-        return false;
-    }
-    // Call f(vector, values) for each of the thread's vectors.
-    template <class F>
-    __device__ __forceinline__ void sweep(F f) const {
-#pragma unroll 1
-        for (int vector = threadIdx.x; vector < vectors(); vector += THREADS) {
-            float v[8];
-            load(vector, v);
-            f(vector, v);
-        }
-    }
-
-    // The same, where vectors whose values are all below `bound` may be left out.
-    template <class F>
-    __device__ __forceinline__ void sweep_from(float bound, F f) const {
-#pragma unroll 1
-        for (int vector = threadIdx.x; vector < vectors(); vector += THREADS) {
-            if (is_below(vector, bound)) continue;
-            float v[8];
-            load(vector, v);
-            f(vector, v);
-        }
-    }
-
-    static __device__ __forceinline__ __half minus_infinity() { return __float2half(-INFINITY); }
-    // Start to bring the thread's vectors of a row into shared memory.
-    __device__ __forceinline__ void hold(int row) const {
-        const __half* p = static_cast<const __half*>(a.logits) + row * a.stride;
-        for (int vector = threadIdx.x; vector < vectors(); vector += THREADS) {
-            const bool whole = 8 * vector + 8 <= a.num_columns;
-            if (aligned && whole) {
-                copy16_later(held + 8 * vector, p + 8 * vector);
-            } else if (reinterpret_cast<uintptr_t>(p) % 4 == 0 && whole) {
-#pragma unroll
-                for (int j = 0; j < 8; j += 2) copy4_later(held + 8 * vector + j, p + 8 * vector + j);
-            } else {
-#pragma unroll
-                for (int j = 0; j < 8; j++)
-                    held[8 * vector + j] = 8 * vector + j < a.num_columns ? p[8 * vector + j] : minus_infinity();
-            }
-        }
-    }
-    // Ask for a later row's logits to be brought into the L2 cache.
-    __device__ __forceinline__ void prefetch_row(int later) const {
-        if (later >= a.num_rows) return;
-        const __half* p = static_cast<const __half*>(a.logits) + later * a.stride;
-        for (int i = threadIdx.x * 64; i < a.num_columns; i += THREADS * 64) prefetch(p + i);
-    }
-
-    // The thread has read its vectors for the last time: those of the block's next row may take their place.
-    __device__ __forceinline__ void release() const {
-        if constexpr (HELD)
-            if (index + int(gridDim.x) < a.num_rows) hold(index + gridDim.x);
-    }
-
-    // Find the special vectors, bring their penalties up to date, and keep their final values. Returns whether a logit that the
-    // thread saw is NaN or +inf.
-    __device__ __forceinline__ bool prepare(int64_t slot, bool penalized, int num_bias) const {
-        const int t = threadIdx.x, words = (vectors() + 31) / 32;
-        const int64_t* bias_columns = a.bias_columns + slot * a.bias_width;
-        if (t == 0) {
-            sh.penalties = penalized ? a.penalties + slot * a.num_columns : nullptr;
-            sh.num_bias = num_bias;
-            sh.bias_columns = bias_columns;
-            sh.bias_values = a.bias_values + slot * a.bias_width;
-        }
-        const float decay = penalized ? a.alpha_decay[slot] : 0.f, hit_penalty = penalized ? a.pending_penalty[slot] : 0.f;
-        const int hit = penalized ? a.pending_column[slot] : -1;
-        if (t < words) sh.special[t] = penalized ? a.touched[slot * words + t] : 0;
-        __syncthreads();
-        for (int i = t; i < num_bias; i += THREADS)
-            atomicOr(&sh.special[bias_columns[i] / 256], 1u << bias_columns[i] / 8 % 32);
-        __syncthreads();
-        const uint32_t mine = t < words ? sh.special[t] : 0;
-        const int up_to_here = int(block_scan(float(__popc(mine)), sh)), num_before = up_to_here - __popc(mine);
-        if (t < words) sh.num_before[t] = uint16_t(num_before);
-        if (t == THREADS - 1) sh.num_special = up_to_here;
-        __syncthreads();
-        bool broken = false;
-        for (int begin = 0; begin < sh.num_special; begin += THREADS) {
-            int at = num_before - begin;
-            for (uint32_t bits = mine; bits; bits &= bits - 1, at++)
-                if (at >= 0 && at < THREADS) sh.list[at] = uint16_t(32 * t + __ffs(int(bits)) - 1);
-            __syncthreads();
-            if (begin + t < sh.num_special) {
-                const int vector = sh.list[t];
-                float v[8];
-                raw(vector, v);
-#pragma unroll
-                for (int j = 0; j < 8; j++) broken |= !(v[j] < INFINITY);
-                mask(vector, v);
-                add_bias(vector, v);
-                float* penalties = sh.penalties;
-                if (penalties) {
-#pragma unroll
-                    for (int j = 0; j < 8; j++) {
-                        const int column = 8 * vector + j;
-                        if (column >= a.num_columns) continue;
-                        float q = __fmul_rn(penalties[column], decay);
-                        if (column == hit) q = __fadd_rn(q, hit_penalty);
-                        penalties[column] = q;
-                        v[j] -= q;
-                    }
-                }
-                if (begin + t < MAX_KEPT) {
-#pragma unroll
-                    for (int j = 0; j < 8; j++) sh.final_values[begin + t][j] = v[j];
-                }
-            }
-            __syncthreads();
-        }
-        return broken;
-    }
-
-    // The first pass: return the thread's largest final value; NaN when a logit is NaN or +inf. Masks what is held.
-    __device__ __forceinline__ float begin(bool broken) const {
-        float largest = -INFINITY;
-#pragma unroll 1
-        for (int vector = threadIdx.x; vector < vectors(); vector += THREADS) {
-            float v[8];
-            if constexpr (HELD) {
-                const unsigned bits = masked(vector);
-                const float high = largest_of(held + 8 * vector);
-                broken |= !(high < INFINITY);
-                if (!bits && !is_special(vector)) {
-                    largest = fmaxf(largest, high);
-                    continue;
-                }
-#pragma unroll
-                for (int j = 0; j < 8; j++)
-                    if (bits >> j & 1) held[8 * vector + j] = minus_infinity();
-                load(vector, v);
-            } else {
-                raw(vector, v);
-#pragma unroll
-                for (int j = 0; j < 8; j++) broken |= !(v[j] < INFINITY);
-                mask(vector, v);
-                adjust(vector, v);
-            }
-#pragma unroll
-            for (int j = 0; j < 8; j++) largest = fmaxf(largest, v[j]);
-        }
-        return broken ? NAN : largest;
-    }
+// Eight neighbouring logits.
+template <class T>
+struct alignas(16) Eight {
+    T x[8];
 };
+template <class T>
+__device__ __forceinline__ T minus_infinity() {
+    if constexpr (sizeof(T) == 4) {
+        return -INFINITY;
+    } else {
+        const uint16_t bits = std::is_same<T, __half>::value ? 0xfc00 : 0xff80;
+        T x;
+        memcpy(&x, &bits, sizeof(x));
+        return x;
+    }
+}
+// The largest of them, NaN when one is.
+template <class T>
+__device__ __forceinline__ float largest_of(const Eight<T>& e) {
+#ifndef RWKV_HIP
+    if constexpr (std::is_same<T, __half>::value) {
+        const __half2* h = reinterpret_cast<const __half2*>(e.x);
+        const __half2 m = __hmax2_nan(__hmax2_nan(h[0], h[1]), __hmax2_nan(h[2], h[3]));
+        return __half2float(__hmax_nan(__low2half(m), __high2half(m)));
+    }
+#endif
+    float v = to_float(e.x[0]);
+#pragma unroll
+    for (int j = 1; j < 8; j++) v = max_or_nan(v, to_float(e.x[j]));
+    return v;
+}
 
 // Weights are exp((value - top) / temperature), not normalised.
 struct Softmax {
@@ -492,483 +337,1350 @@ struct Softmax {
     __device__ __forceinline__ float weight(float value) const { return exp2_of((value - top) * scale); }
 };
 
-// Put the values from `low` to `high` for which `inside` holds into sh.values, in any order, and return how many there are,
-// which may be more than fit. `here`: whether this thread's columns can hold any.
-template <class R, class Inside>
-__device__ __forceinline__ int collect(const R& row, bool here, float low, float high, Inside inside, Shared& sh) {
-    if (threadIdx.x == 0) sh.num_values = 0;
-    __syncthreads();
-    if (here) {
-        bool full = false;
-        row.sweep_from(low, [&](int, const float(&v)[8]) {
-            unsigned bits = 0;
+// What is rare is kept out of the way: the eight columns from `first` one by one, -inf behind the last of n.
+template <class T>
+__device__ __noinline__ Eight<T> fetch_slowly(const T* logits, int first, int n) {
+    Eight<T> e;
 #pragma unroll
-            for (int j = 0; j < 8; j++)
-                if (v[j] >= low && v[j] <= high) bits |= 1u << j;
-            if (!bits || full) return;
-#pragma unroll
-            for (int j = 0; j < 8; j++)
-                if (bits >> j & 1 && !inside(v[j])) bits ^= 1u << j;
-            int at = atomicAdd(&sh.num_values, __popc(bits));
-            full = at >= THREADS;
-#pragma unroll
-            for (int j = 0; j < 8; j++)
-                if (bits >> j & 1 && at < THREADS) sh.values[0][at++] = v[j];
-        });
-    }
-    __syncthreads();
-    return sh.num_values;
+    for (int j = 0; j < 8; j++) e.x[j] = first + j < n ? logits[first + j] : minus_infinity<T>();
+    return e;
 }
 
-// Sort the values [0, count) of sh.values, largest first; the caller gets the one of its rank, -inf beyond the last.
-__device__ __forceinline__ float sort_values(int count, Shared& sh) {
-    int size = LANES;
-    while (size < count) size *= 2;
-    float value = int(threadIdx.x) < count ? sh.values[0][threadIdx.x] : -INFINITY;
-    int buffer = 1;
-    for (int length = 2; length <= size; length *= 2) {
-        for (int distance = length / 2; distance; distance /= 2) {
-            float other;
-            if (distance >= LANES) {
-                sh.values[buffer][threadIdx.x] = value;
-                __syncthreads();
-                other = sh.values[buffer][threadIdx.x ^ distance];
-                buffer ^= 1;
-            } else {
-                other = __shfl_xor_sync(ALL, value, distance, LANES);
-            }
-            const bool larger = (threadIdx.x & distance) == 0, descending = (threadIdx.x & length) == 0;
-            value = larger == descending ? fmaxf(value, other) : fminf(value, other);
+// One row's logits after bias, masks and penalties. A part's vector i belongs to lane i.
+template <class T>
+struct Row {
+    const SampleArgs& a;
+    const T* logits;
+    float* penalties;  // null for rows without
+    int index;         // in the batch
+    int num_bias;
+    int rank, size;  // of the block in its cluster
+    int shift;       // a warp that looks at all parts has 2^shift for each lane
+    int whole;       // vectors that can be read 16 bytes at a time
+    bool end_masked, plain;  // `plain`: logits are final values
+    int64_t slot;
+
+    __device__ __forceinline__ int each() const { return 1 << shift; }
+    __device__ __forceinline__ int num_parts() const { return LANES << shift; }  // the last ones may be empty
+    __device__ __forceinline__ bool any_special() const { return penalties || num_bias; }
+    // Where a part's result is: lanes that each look at neighbouring parts do not collide.
+    __device__ __forceinline__ int place_of(int part) const { return (part & (each() - 1)) * LANES + (part >> shift); }
+    __device__ __forceinline__ void sync() const {
+        if (size == 1) {
+            __syncthreads();
+        } else {
+            cluster_arrive();
+            cluster_wait();
         }
     }
-    __syncthreads();
-    return value;
-}
 
-// Among the values of sh.values: the largest at which `k` of them, or the mass `p`, are reached; the smallest when neither is.
-// `share` < inf: then, if lower down than the value, that of the first at which `share` of the mass down to it is reached.
-__device__ __forceinline__ float rank(int count, float k, float p, float share, const Softmax& softmax, Shared& sh) {
-    const int i = threadIdx.x;
-    const float value = sort_values(count, sh);
-    const float mass = block_scan(softmax.weight(value), sh);
-    sh.values[0][i] = value;
-    sh.masses[i] = mass;
-    int at = min(block_min(float(i + 1) >= k || mass >= p ? i : NONE, sh), count - 1);
-    if (share < INFINITY) {
-        const int last = __syncthreads_count(i < count && value >= sh.values[0][at]) - 1;
-        at = min(at, block_min(mass >= share * sh.masses[last] ? i : NONE, sh));
+    // The eight columns from 8 * vector as they are in memory, -inf behind the last one.
+    __device__ __forceinline__ Eight<T> fetch(int vector) const {
+        const int first = 8 * vector;
+        if (vector < whole) return *reinterpret_cast<const Eight<T>*>(logits + first);
+        return fetch_slowly(logits, first, a.num_columns);
     }
-    return sh.values[0][at];
-}
-
-// The largest value at which the running sum over the columns at or above `lowest`, from the largest down, reaches `target`: of
-// ones (`by_count`), or of weights, where `target` is a share of the whole sum, `all`. All threads get the result.
-template <class R>
-__device__ __forceinline__ float search(const R& row, bool by_count, float lowest, float target, const Softmax& softmax,
-                                        Shared& sh, float& all) {
-    const int t = threadIdx.x, lane = t % LANES;
-    float low = lowest, high = softmax.top, above = 0;
-    float fineness = BUCKETS / (REACH * softmax.temperature);  // buckets for each unit of the values
-    all = -1;
-    while (true) {
-        // A bucket's number is in the low bits of `place`, which falls with v.
-        const auto place = [&](float v) { return fminf((high - v) * fineness, BUCKETS - 1) + ROUNDER; };
-        const float bits = softmax.scale / fineness;  // by which weights fall from one bucket to the next
-        const float most = softmax.weight(high);
-        for (int i = t; i < BUCKETS * LANES; i += THREADS) (&sh.histogram[0][0])[i] = 0;
-        __syncthreads();
-        const auto count = [&](float v) {
-            const float at = place(v);
-            uint32_t amount = 1;
-            if (!by_count) {
-                const float further = (high - v) * fineness - (at - ROUNDER);  // -0.5 .. 0.5, from the bucket's middle
-                amount = __float_as_uint(UNIT * exp2_of(-(further + 0.5f) * bits) + ROUNDER) - __float_as_uint(ROUNDER);
-            }
-            atomicAdd(&sh.histogram[__float_as_uint(at) % BUCKETS][lane], amount);
-        };
-        if (low == -FLT_MAX && high == softmax.top && !by_count) {
-            row.sweep([&](int, const float(&v)[8]) {
+    // Bits of the columns of a vector that cannot be sampled.
+    __device__ __forceinline__ unsigned hidden(int vector) const {
+        const bool inside = a.allowed && 8 * vector < a.num_columns;
+        return (inside ? ~a.allowed[vector] & 0xffu : 0u) | (end_masked && vector == 0 ? 1u : 0u);
+    }
+    __device__ __forceinline__ void hide_and_bias(int vector, unsigned hidden, bool special, float (&v)[8]) const {
+        if (hidden) {
 #pragma unroll
-                for (int j = 0; j < 8; j++) count(v[j]);  // -inf counts as zero
-            });
-        } else {
-            row.sweep_from(low, [&](int, const float(&v)[8]) {
+            for (int j = 0; j < 8; j++)
+                if (hidden >> j & 1) v[j] = -INFINITY;
+        }
+        if (special && num_bias) {
+            const int64_t* columns = a.bias_columns + slot * a.bias_width;
+            const float* values = a.bias_values + slot * a.bias_width;
+#pragma unroll 1
+            for (int b = 0; b < num_bias; b++) {
+                const int at = int(columns[b]) - 8 * vector;
 #pragma unroll
                 for (int j = 0; j < 8; j++)
-                    if (v[j] >= low && v[j] <= high) count(v[j]);
-            });
-        }
-        __syncthreads();
-        {
-            // Four threads a bucket; they begin at different lanes, so as not to collide.
-            const int bucket = t / 4;
-            uint64_t part = 0;
-#pragma unroll
-            for (int i = 0; i < LANES / 4; i++) part += sh.histogram[bucket][t % 4 * (LANES / 4) + (i + bucket) % (LANES / 4)];
-            float sum = float(part);
-            sum += __shfl_xor_sync(ALL, sum, 1, LANES);
-            sum += __shfl_xor_sync(ALL, sum, 2, LANES);
-            if (t % 4 == 0) sh.masses[bucket] = by_count ? sum : sum * (most / UNIT) * exp2_of((0.5f - bucket) * bits);
-        }
-        __syncthreads();
-        // Every warp finds the first bucket that reaches the target; the last with anything, should rounding leave it out.
-        constexpr int EACH = BUCKETS / LANES;
-        float sums[EACH], own = 0;
-#pragma unroll
-        for (int i = 0; i < EACH; i++) sums[i] = sh.masses[lane * EACH + i], own += sums[i];
-        const float inclusive = lane_scan(own);
-        if (all < 0) {
-            all = __shfl_sync(ALL, inclusive, LANES - 1, LANES);
-            target = by_count ? fminf(target, all) : target * all;
-        }
-        float running = above + (inclusive - own), before = 0, sum = 0;
-        int found = NONE, last = -1;
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            if (sums[i] > 0 && found == NONE) {
-                last = lane * EACH + i, before = running, sum = sums[i];
-                if (running + sums[i] >= target) found = last;
+                    if (at == j) v[j] += values[b];
             }
-            running += sums[i];
         }
-        int bucket = lane_min(found);
-        if (bucket == NONE) bucket = -lane_min(-last);
-        above = __shfl_sync(ALL, before, bucket / EACH, LANES);
-        sum = __shfl_sync(ALL, sum, bucket / EACH, LANES);
+    }
+    // Final values of a part's vector, after `summarize`.
+    __device__ __forceinline__ void load(int part, float (&v)[8]) const {
+        load_vector(part * LANES + threadIdx.x % LANES, v);
+    }
+    __device__ __forceinline__ void load_vector(int vector, float (&v)[8]) const {
+        finish(vector, fetch(vector), v);
+    }
+    __device__ __forceinline__ void finish(int vector, const Eight<T>& raw, float (&v)[8]) const {
+#pragma unroll
+        for (int j = 0; j < 8; j++) v[j] = to_float(raw.x[j]);
+        if (plain) return;
+        const bool special = any_special() && shared().special[vector / LANES] >> vector % LANES & 1;
+        hide_and_bias(vector, hidden(vector), special, v);
+        if (special && penalties) {
+            float q[8];
+            load8(penalties + 8 * vector, q);
+#pragma unroll
+            for (int j = 0; j < 8; j++) v[j] -= q[j];
+        }
+    }
+    // Call f(part, values) for those of a warp's parts for which wanted(part) says so; the next one is on its way meanwhile.
+    template <class Wanted, class F>
+    __device__ __forceinline__ void sweep(int first, int step, Wanted wanted, F f) const {
+        const int lane = threadIdx.x % LANES;
+        const auto next_from = [&](int part) {
+            while (part < num_parts() && !wanted(part)) part += step;
+            return part;
+        };
+        int part = next_from(first);
+        if (part >= num_parts()) return;
+        Eight<T> raw = fetch(part * LANES + lane);
+#pragma unroll 1
+        while (true) {
+            const int next = next_from(part + step);
+            const bool more = next < num_parts();
+            Eight<T> ahead = raw;
+            if (more) ahead = fetch(next * LANES + lane);
+            float v[8];
+            finish(part * LANES + lane, raw, v);
+            f(part, v);
+            if (!more) return;
+            part = next, raw = ahead;
+        }
+    }
 
-        // How many columns are inside at most: as many as its sum holds of its lowest weight.
-        const bool open = bucket == BUCKETS - 1;  // holds whatever lies beyond, too
-        const float least = by_count ? 1.f : open ? 0.f : most * exp2_of((-0.5f - bucket) * bits);
-        const auto inside = [&](float v) { return __float_as_uint(place(v)) % BUCKETS == bucket; };
-        const float from = open ? low : fmaxf(low, high - (bucket + 1) / fineness);
-        const float to = fminf(high, high - (bucket - 1) / fineness);
-        if (sum <= 1.01f * least * THREADS) {
-            const int num_inside = collect(row, true, from, to, inside, sh);
-            const float rest = target - above;
-            if (num_inside <= THREADS)
-                return rank(num_inside, by_count ? rest : INFINITY, by_count ? INFINITY : rest, INFINITY, softmax, sh);
+    // Ask for the block's share of the row to be brought into the L2 cache.
+    __device__ __forceinline__ void prefetch_share() const {
+        const int lines = PART * sizeof(T) / 128 * num_warps();  // of parts that the block's warps take together
+        const char* p = reinterpret_cast<const char*>(logits);
+        const int64_t bytes = int64_t(a.num_columns) * sizeof(T);
+        for (int i = threadIdx.x; ; i += num_threads()) {
+            const int64_t at = int64_t((i / lines * size + rank) * lines + i % lines) * 128;
+            if (at >= bytes) break;
+            prefetch(p + at);
         }
-        float largest = -INFINITY, smallest = INFINITY;
-        row.sweep_from(from, [&](int, const float(&v)[8]) {
+    }
+
+    // Find the vectors with a bias: bits of sh.special.
+    __device__ __forceinline__ void mark_bias() const {
+        Shared& sh = shared();
+        for (int i = threadIdx.x; i < num_parts(); i += num_threads()) sh.special[i] = 0;
+        __syncthreads();
+        const int64_t* columns = a.bias_columns + slot * a.bias_width;
+        for (int i = threadIdx.x; i < num_bias; i += num_threads()) atomicOr(&sh.special[columns[i] / PART], 1u << columns[i] / 8 % LANES);
+        sync();
+    }
+
+    // The first pass, over the block's share: each part's largest value, or BROKEN when a logit is NaN or +inf; with `weigh`, its
+    // mass; and its special vectors, whose penalties are brought up to date. All blocks of the cluster are told.
+    template <bool SPECIAL>
+    __device__ __forceinline__ void summarize(float scale, bool weigh) const {
+        constexpr int AHEAD = sizeof(T) == 2 && !SPECIAL ? 4 : 2;
+        Shared& sh = shared();
+        const int lane = threadIdx.x % LANES, step = size * num_warps();
+        const bool masks = a.allowed || end_masked;
+        const int words = (a.num_columns + PART - 1) / PART;
+        Shared* const to = size == 1 ? &sh : remote(&sh, min(lane, size - 1));  // the block that this lane tells
+        float decay = 0, hit_penalty = 0;
+        int hit = -1;
+        if (SPECIAL && penalties) decay = a.alpha_decay[slot], hit = a.pending_column[slot], hit_penalty = a.pending_penalty[slot];
+        uint32_t touched = 0;  // the words of the warp's next parts, one for each lane
+        const auto look_ahead = [&](int part, int round) {
+            if (!SPECIAL || !penalties || round % LANES) return;
+            const int mine = part + lane * step;
+            touched = mine < words ? a.touched[slot * words + mine] : 0u;
+#pragma unroll 1
+            for (int i = 0; i < LANES && part + i * step < words; i++)
+                if (__shfl_sync(ALL, touched, i, LANES) >> lane & 1) prefetch(penalties + 8 * ((part + i * step) * LANES + lane));
+        };
+        const auto specials_of = [&](int part, int round) {
+            if (!SPECIAL) return 0u;
+            return __shfl_sync(ALL, touched, round % LANES, LANES) | (num_bias && part < words ? sh.special[part] : 0u);
+        };
+        const auto take = [&](int part, const Eight<T>& raw, uint32_t special, float(&q)[8]) {
+            const int vector = part * LANES + lane;
+            float v[8], largest = largest_of(raw);
+            const bool broken = !(largest < INFINITY);
+            if (SPECIAL || masks || weigh) {
+#pragma unroll
+                for (int j = 0; j < 8; j++) v[j] = to_float(raw.x[j]);
+            }
+            if (SPECIAL || masks) {
+                const bool mine = SPECIAL && special >> lane & 1;
+                hide_and_bias(vector, hidden(vector), mine, v);
+                if (SPECIAL && mine && penalties) {
+#pragma unroll
+                    for (int j = 0; j < 8; j++) {
+                        q[j] = __fmul_rn(q[j], decay);
+                        if (8 * vector + j == hit) q[j] = __fadd_rn(q[j], hit_penalty);
+                        v[j] -= q[j];
+                    }
+                    float4* kept = reinterpret_cast<float4*>(penalties + 8 * vector);
+                    kept[0] = make_float4(q[0], q[1], q[2], q[3]), kept[1] = make_float4(q[4], q[5], q[6], q[7]);
+                }
+                largest = v[0];
+#pragma unroll
+                for (int j = 1; j < 8; j++) largest = fmaxf(largest, v[j]);
+            }
+            const uint32_t key = lane_max(broken ? BROKEN : key_of(largest));
+            float mass = 0;
+            if (weigh && key != BROKEN && key != key_of(-INFINITY)) {
+                const float high = value_of(key), most = high * scale;
+#pragma unroll
+                for (int j = 0; j < 8; j++) mass += exp2_of(__fmaf_rn(v[j], scale, -most));
+                mass = lane_sum(mass) * exp2_of(-__fmaf_rn(high, scale, -most));  // for the rounding of `most`
+            }
+            if (lane < size) {
+                to->part_keys[place_of(part)] = key;
+                to->part_masses[place_of(part)] = mass;
+                if constexpr (SPECIAL) to->special[part] = special;
+            }
+        };
+        const auto penalties_of = [&](int part, uint32_t special, float(&q)[8]) {
+            if (!SPECIAL) return;
+#pragma unroll
+            for (int j = 0; j < 8; j++) q[j] = 0;
+            if (penalties && special >> lane & 1) load8(penalties + 8 * (part * LANES + lane), q);
+        };
+        int first = rank * num_warps() + threadIdx.x / LANES, round = 0;
+#pragma unroll 1
+        for (; (first + (AHEAD - 1) * step + 1) * LANES <= whole; first += AHEAD * step, round += AHEAD) {
+            Eight<T> raw[AHEAD];
+            uint32_t special[AHEAD];
+            float q[AHEAD][8];
+            look_ahead(first, round);
+#pragma unroll
+            for (int u = 0; u < AHEAD; u++) special[u] = specials_of(first + u * step, round + u);
+#pragma unroll
+            for (int u = 0; u < AHEAD; u++)
+                raw[u] = *reinterpret_cast<const Eight<T>*>(logits + 8 * ((first + u * step) * LANES + lane));
+#pragma unroll
+            for (int u = 0; u < AHEAD; u++) penalties_of(first + u * step, special[u], q[u]);
+#pragma unroll
+            for (int u = 0; u < AHEAD; u++) take(first + u * step, raw[u], special[u], q[u]);
+        }
+#pragma unroll 1
+        for (; first < num_parts(); first += step, round++) {
+            look_ahead(first, round);
+            const uint32_t special = specials_of(first, round);
+            float q[8];
+            penalties_of(first, special, q);
+            take(first, fetch(first * LANES + lane), special, q);
+        }
+    }
+
+    // The rest is for one warp, unless said otherwise. Part i * LANES + lane of these is the lane's i-th one.
+    __device__ __forceinline__ uint32_t top_key() const {
+        uint32_t key = 0;
+        for (int i = 0; i < each(); i++) key = max(key, shared().part_keys[i * LANES + threadIdx.x % LANES]);
+        return lane_max(key);
+    }
+    __device__ __forceinline__ float part_mass(int i, const Softmax& softmax) const {
+        const Shared& sh = shared();
+        const int at = i * LANES + threadIdx.x % LANES;
+        const float mass = sh.part_masses[at];
+        return mass > 0 ? mass * softmax.weight(value_of(sh.part_keys[at])) : 0.f;
+    }
+    // Sum over the lane's parts.
+    __device__ __forceinline__ float own_mass(const Softmax& softmax) const {
+        float sum = 0;
+        for (int i = 0; i < each(); i++) sum += part_mass(i, softmax);
+        return sum;
+    }
+};
+
+// The first lane whose running sum `inclusive` is above the target, among those with any weight; should rounding leave it
+// unreached the last of them.
+__device__ __forceinline__ int lane_of(float own, float inclusive, float target) {
+    const int lane = threadIdx.x % LANES;
+    const int found = lane_first(own > 0 && inclusive > target ? lane : NONE);
+    return found != NONE ? found : max(-lane_first(own > 0 ? -lane : 0), 0);
+}
+// The same over the lanes' n masses, which follow one another; the winner's number, and the sum before it.
+template <class Mass>
+__device__ __forceinline__ int pick(int n, float own, float target, Mass mass, float& before) {
+    const int lane = threadIdx.x % LANES;
+    const float inclusive = lane_scan(own);
+    const int winner = lane_of(own, inclusive, target);
+    float running = inclusive - own, sum_before = running;
+    int chosen = 0;
+    bool done = false;
+    if (lane == winner) {
+        for (int i = 0; i < n && !done; i++) {
+            const float w = mass(i);
+            if (w > 0) chosen = i, sum_before = running, done = running + w > target;
+            running += w;
+        }
+    }
+    before = __shfl_sync(ALL, sum_before, winner, LANES);
+    return winner * n + __shfl_sync(ALL, chosen, winner, LANES);
+}
+// The column of a part where the running sum of weights, `before` in front of it, exceeds the target.
+template <class R, class Weight>
+__device__ __forceinline__ int pick_column(const R& row, int part, float before, float target, Weight weight) {
+    const int lane = threadIdx.x % LANES;
+    float v[8], weights[8], own = 0;
+    row.load(part, v);
+#pragma unroll
+    for (int j = 0; j < 8; j++) weights[j] = weight(v[j]), own += weights[j];
+    float running = before + lane_scan(own) - own;
+    int column = NONE, last = 0;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        running += weights[j];
+        if (weights[j] > 0) {
+            last = (part * LANES + lane) * 8 + j;
+            if (column == NONE && running > target) column = last;
+        }
+    }
+    column = lane_first(column);
+    return column != NONE ? column : -lane_first(-last);
+}
+
+template <class R>
+__device__ __noinline__ int first_equal(const R row, uint32_t key) {
+    const int lane = threadIdx.x % LANES;
+    int part = NONE;
+    for (int i = row.each() - 1; i >= 0; i--)
+        if (shared().part_keys[i * LANES + lane] == key) part = lane * row.each() + i;
+    part = lane_first(part);
+    float v[8];
+    row.load(part, v);
+    int column = NONE;
+#pragma unroll
+    for (int j = 7; j >= 0; j--)
+        if (v[j] == value_of(key)) column = (part * LANES + lane) * 8 + j;
+    return lane_first(column);
+}
+
+template <class R>
+__device__ __noinline__ int plain_draw(const R row, const Softmax softmax) {
+    const float own = row.own_mass(softmax), target = shared().controls.draw_number * __shfl_sync(ALL, lane_scan(own), LANES - 1, LANES);
+    float before;
+    const int part = pick(row.each(), own, target, [&](int i) { return row.part_mass(i, softmax); }, before);
+    return pick_column(row, part, before, target, [&](float v) { return softmax.weight(v); });
+}
+
+// A value that at least k groups of parts reach, so that at least k columns do, and not many more; -FLT_MAX when there are none.
+template <class R>
+__device__ __noinline__ float bound_of(const R row, int k) {
+    const int lane = threadIdx.x % LANES, in_group = row.each() > MAX_GROUPS ? row.each() / MAX_GROUPS : 1;
+    uint32_t keys[MAX_GROUPS], least = BROKEN, most = 0;
+#pragma unroll
+    for (int g = 0; g < MAX_GROUPS; g++) {
+        keys[g] = 0;
+        for (int i = g * in_group; i < (g + 1) * in_group && i < row.each(); i++)
+            keys[g] = max(keys[g], shared().part_keys[i * LANES + lane]);
+        most = max(most, keys[g]);
+        if (keys[g]) least = min(least, keys[g]);
+    }
+    most = lane_max(most), least = ~lane_max(~least);
+    if (LANES * min(row.each(), MAX_GROUPS) < k) return -FLT_MAX;
+    int bit = 31 - __clz(int(least ^ most | 1u));
+    uint32_t found = most & ~((2u << bit) - 1u);
+    const int last = max(bit - 16, 0);
+    for (; bit >= last; bit--) {
+        const uint32_t tried = found | 1u << bit;
+        int count = 0;
+#pragma unroll
+        for (int g = 0; g < MAX_GROUPS; g++) count += keys[g] >= tried;
+        count = lane_add(count);
+        if (count >= k) found = tried;
+        if (count >= k && count <= k + k / 8 + 4) break;
+    }
+    return found > key_of(-INFINITY) ? value_of(found) : -FLT_MAX;
+}
+
+// Write down the parts that hold a column at or above the bound, and return how many.
+template <class R>
+__device__ __forceinline__ int find_hits(const R& row, float bound) {
+    const uint32_t key = key_of(bound);
+    const int lane = threadIdx.x % LANES;
+    int count = 0;
+    for (int i = 0; i < row.each(); i++) count += shared().part_keys[i * LANES + lane] >= key;
+    int at = lane_before(count);
+    for (int i = 0; i < row.each(); i++)
+        if (shared().part_keys[i * LANES + lane] >= key) shared().hits[at++] = uint16_t(lane * row.each() + i);
+    return lane_add(count);
+}
+
+// For one warp of each of `num_warps`: stage the hits' columns at or above the bound.
+template <class R>
+__device__ __forceinline__ void stage_hits(const R& row, int num_hits, float bound) {
+    Shared& sh = shared();
+    const int lane = threadIdx.x % LANES, room = STAGED / 2 / num_hits;
+#pragma unroll 2
+    for (int hit = threadIdx.x / LANES; hit < num_hits; hit += num_warps()) {
+        const int part = sh.hits[hit];
+        float v[8];
+        row.load(part, v);
+        int count = 0;
+#pragma unroll
+        for (int j = 0; j < 8; j++) count += v[j] >= bound;
+        int at = lane_before(count);
+        if (lane == LANES - 1) sh.counts[hit] = uint16_t(at + count);
+        if (count) {
 #pragma unroll
             for (int j = 0; j < 8; j++)
-                if (v[j] >= from && v[j] <= to && inside(v[j]))
-                    largest = fmaxf(largest, v[j]), smallest = fminf(smallest, v[j]);
-        });
-        largest = block_max(largest, sh);
-        smallest = -block_max(-smallest, sh);
-        if (largest == smallest || (largest == high && smallest == low)) return largest;
-        high = largest, low = smallest;
-        fineness = (BUCKETS - 1) / fminf(high - low, FLT_MAX);
-        if (!by_count) fineness = fmaxf(fineness, softmax.scale / MOST_BITS);
-        fineness = fminf(fineness, FLT_MAX);
+                if (v[j] >= bound) {
+                    if (at < room) sh.staged[hit * room + at] = {v[j], (part * LANES + lane) * 8 + j};
+                    at++;
+                }
+        }
     }
 }
 
-// Draw among the columns above theta, each by its weight, and those equal to it, each by a weight, `edge`, that makes the mass
-// p or the number k; `whole`: by their own. Without FILTERED: among all. In the order of columns: the first whose running sum
-// exceeds the draw's number times the total. All threads get the column.
-template <bool FILTERED, class R>
-__device__ __forceinline__ int draw(const R& row, const Softmax& softmax, float theta, float k, float p, bool whole,
-                                    Shared& sh) {
-    const int lane = threadIdx.x % LANES;
-    const int rounds = (row.vectors() + THREADS - 1) / THREADS;
-    for (int vector = lane + threadIdx.x / LANES * LANES; vector < rounds * THREADS; vector += THREADS) {
-        float mass = 0;
-        int counts = 0;
-        bool here = vector < row.vectors();
-        if constexpr (FILTERED) here = here && !row.is_below(vector, theta);
-        if (here) {
-            float v[8];
-            row.load(vector, v);
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                const float w = softmax.weight(v[j]);
-                if constexpr (FILTERED) {
-                    if (v[j] > theta) mass += w, counts += 1 << 16;
-                    if (v[j] == theta) counts++;
-                } else {
-                    mass += w;
-                }
+// Bring what is staged together, in the order of the columns, with weights; a warp's work. Sets sh.num_listed.
+__device__ __noinline__ void list_staged(int num_hits, const Softmax softmax) {
+    Shared& sh = shared();
+    const int lane = threadIdx.x % LANES, per = (num_hits + LANES - 1) / LANES, room = STAGED / 2 / num_hits;
+    const int begin = lane * per, end = min(begin + per, num_hits);
+    int count = 0, most = 0;
+    for (int hit = begin; hit < end; hit++) count += sh.counts[hit], most = max(most, int(sh.counts[hit]));
+    const int total = lane_add(count);
+    const bool fits = total <= LISTED && int(lane_max(uint32_t(most))) <= room;
+    int at = lane_before(count);
+    if (fits) {
+        for (int hit = begin; hit < end; hit++)
+            for (int i = 0; i < sh.counts[hit]; i++, at++) {
+                const Staged staged = sh.staged[hit * room + i];
+                sh.list[at] = {staged.value, softmax.weight(staged.value)};
+                sh.columns[at] = staged.column;
             }
-        }
-        if (!FILTERED || __any_sync(ALL, counts)) {
-            mass = lane_sum(mass);
-            if constexpr (FILTERED) counts = lane_sum(counts);
-        }
-        if (lane == 0) sh.kept.mass[vector / LANES] = mass, sh.kept.counts[vector / LANES] = counts;
     }
-    row.release();
-    __syncthreads();
-    if (threadIdx.x < LANES) {
-        const int begin = lane * rounds, end = begin + rounds;
-        float mass = 0;
-        int num_above = 0, ties = 0;
-        for (int i = begin; i < end; i++)
-            mass += sh.kept.mass[i], num_above += sh.kept.counts[i] >> 16, ties += sh.kept.counts[i] & 0xffff;
-        const float higher = lane_sum(mass);
-        num_above = lane_sum(num_above);
-        const int all_ties = lane_sum(ties);
+    if (lane == 0) sh.num_listed = fits ? total : NONE;
+}
+
+// For each on the list the masses and numbers of those at least as large and of those larger; a block's work.
+__device__ __noinline__ void rank_list() {
+    Shared& sh = shared();
+    const int n = sh.num_listed;
+    for (int i = threadIdx.x; i < n; i += num_threads()) {
+        const float value = sh.list[i].value;
+        float at_least = 0, above = 0;
+        uint32_t counts = 0;
+#pragma unroll 4
+        for (int j = 0; j < n; j++) {
+            const Listed other = sh.list[j];
+            if (other.value >= value) at_least += other.weight, counts += 1u << 16;
+            if (other.value > value) above += other.weight, counts += 1;
+        }
+        sh.ranks.at_least[i] = at_least, sh.ranks.above[i] = above, sh.ranks.counts[i] = counts;
+    }
+}
+
+__device__ __forceinline__ float mass_of(float share, float mass) { return share < INFINITY ? share * mass : INFINITY; }
+
+// Where a filter cuts: columns above theta are kept, and those equal to it by a weight of their own.
+struct Cut {
+    float theta, mass_above, mass_at_least;
+    int num_above, num_ties;
+    __device__ __forceinline__ float edge(const Softmax& softmax, float k, float p, bool whole) const {
         const float w = softmax.weight(theta);
-        float edge = w;
-        if (!whole && all_ties)
-            edge = fminf(fmaxf(fminf((p - higher) / all_ties, w * ((k - num_above) / all_ties)), 0.f), w);
-        const float own = mass + edge * ties;
-        const float inclusive = lane_scan(own);
-        const float total = __shfl_sync(ALL, inclusive, LANES - 1, LANES);
-        const float target = sh.controls.draw_number * total;
-        if (FILTERED && row.a.out_boundary && lane == 0) {
-            float* out = row.a.out_boundary + 3 * row.index;
-            out[0] = theta, out[1] = edge, out[2] = total;
-        }
+        if (whole || num_ties == 0) return w;
+        return fminf(fmaxf(fminf((p - mass_above) / num_ties, w * ((k - num_above) / num_ties)), 0.f), w);
+    }
+};
 
-        // The lane's first warp and round over the target, or its last with any weight.
-        float running = inclusive - own, before = 0, last_before = 0;
-        int at = NONE, last = -1;
-        for (int i = begin; i < end; i++) {
-            const float sum = sh.kept.mass[i] + edge * (sh.kept.counts[i] & 0xffff);
-            if (sum > 0) last = i, last_before = running;
-            if (at == NONE && sum > 0 && running + sum > target) at = i, before = running;
-            running += sum;
-        }
-        int first = lane_min(at);
-        if (first == NONE) first = -lane_min(-last), before = last_before;  // rounding left the target unreached
-        before = __shfl_sync(ALL, before, first / rounds, LANES);
+// The largest value on the list at which k columns, or the mass p, are reached; false when there is none, and then the cut is at
+// the smallest value. `num_above` and `mass_above` are those of columns larger than all on the list. A warp's work.
+__device__ __forceinline__ bool cut_list(float k, float p, int num_above, float mass_above, Cut& cut) {
+    const Shared& sh = shared();
+    const int lane = threadIdx.x % LANES, n = sh.num_listed;
+    uint32_t best = 0, lowest = 0;
+    for (int i = lane; i < n; i += LANES) {
+        const uint32_t key = key_of(sh.list[i].value);
+        lowest = max(lowest, ~key);
+        if (float(num_above + int(sh.ranks.counts[i] >> 16)) >= k || mass_above + sh.ranks.at_least[i] >= p) best = max(best, key);
+    }
+    best = lane_max(best), lowest = lane_max(lowest);
+    const uint32_t key = best ? best : ~lowest;
+    int first = NONE;
+    for (int i = lane; i < n; i += LANES)
+        if (key_of(sh.list[i].value) == key) first = min(first, i);
+    first = lane_first(first);
+    if (first == NONE) return false;  // the list is empty
+    const int num_at_least = sh.ranks.counts[first] >> 16, num_larger = sh.ranks.counts[first] & 0xffff;
+    cut = {sh.list[first].value, mass_above + sh.ranks.above[first], mass_above + sh.ranks.at_least[first], num_above + num_larger,
+           num_at_least - num_larger};
+    return best != 0;
+}
 
-        const int vector = first * LANES + lane;
-        float weights[8], sum = 0;
+// The same for a row's controls, for JOINT and for SEQUENTIAL, where the mass counts inside what the number leaves.
+__device__ __forceinline__ bool cut_by(bool joint, float k, float share, float mass, int num_above, float mass_above,
+                                       Cut& cut) {
+    if (joint || k == INFINITY) return cut_list(k, mass_of(share, mass), num_above, mass_above, cut);
+    const bool found = cut_list(k, INFINITY, num_above, mass_above, cut);
+    if (share == INFINITY) return found;
+    Cut inside;
+    if (cut_list(INFINITY, share * cut.mass_at_least, num_above, mass_above, inside) && inside.theta > cut.theta) cut = inside;
+    return found;
+}
+
+__device__ __forceinline__ float kept_weight(const Listed& listed, float theta, float edge) {
+    return listed.value > theta ? listed.weight : listed.value == theta ? edge : 0.f;
+}
+
+__device__ __forceinline__ void report(const SampleArgs& a, int index, float theta, float edge, float total) {
+    if (!a.out_boundary || threadIdx.x) return;
+    float* out = a.out_boundary + 3 * index;
+    out[0] = theta, out[1] = edge, out[2] = total;
+}
+
+// Draw from the list alone.
+template <class R>
+__device__ __noinline__ int draw_listed(const R row, float theta, float edge) {
+    const Shared& sh = shared();
+    const int n = sh.num_listed, per = (n + LANES - 1) / LANES, begin = threadIdx.x % LANES * per;
+    const auto mass = [&](int i) { return begin + i < n ? kept_weight(sh.list[begin + i], theta, edge) : 0.f; };
+    float own = 0, before;
+    for (int i = 0; i < per; i++) own += mass(i);
+    const float total = __shfl_sync(ALL, lane_scan(own), LANES - 1, LANES);
+    report(row.a, row.index, theta, edge, total);
+    return sh.columns[min(pick(per, own, sh.controls.draw_number * total, mass, before), n - 1)];
+}
+
+// Draw from what a search left: each part's mass above, and the list or, with `ties`, equal columns of which there is no list.
+template <class R>
+__device__ __noinline__ int draw_searched(const R row, const Softmax softmax, float theta, float edge, bool ties) {
+    const Shared& sh = shared();
+    const int begin = threadIdx.x % LANES * row.each();
+    int count = 0;
+    for (int i = 0; i < row.each(); i++) count += sh.counts[begin + i];
+    const int listed = lane_before(count);
+    int at = listed;
+    const auto mass = [&](int i) {  // must be asked for in order
+        float sum = sh.above[begin + i];
+        if (ties) return sum + edge * float(sh.counts[begin + i]);
+        for (int n = sh.counts[begin + i]; n; n--) sum += kept_weight(sh.list[at++], theta, edge);
+        return sum;
+    };
+    float own = 0, before;
+    for (int i = 0; i < row.each(); i++) own += mass(i);
+    at = listed;
+    const float total = __shfl_sync(ALL, lane_scan(own), LANES - 1, LANES), target = sh.controls.draw_number * total;
+    report(row.a, row.index, theta, edge, total);
+    const int part = pick(row.each(), own, target, mass, before);
+    return pick_column(row, part, before, target,
+                       [&](float v) { return v > theta ? softmax.weight(v) : v == theta ? edge : 0.f; });
+}
+
+// Values on a scale of buckets: the bucket is in the low bits of a place, which falls with the value.
+struct Scale {
+    float high, fineness;  // buckets for each unit of the values
+    __device__ __forceinline__ Scale(float low, float high)
+        : high(high), fineness(fminf(float(BUCKETS - 8) / fminf(high - low, FLT_MAX), FLT_MAX)) {}
+    __device__ __forceinline__ float place(float v) const { return __fmaf_rn(high - v, fineness, ROUNDER); }
+    static __device__ __forceinline__ int bucket(float place) {
+        return int(__float_as_uint(place)) - int(__float_as_uint(ROUNDER));
+    }
+};
+
+// Over the first SCANNERS threads: sums over the lower ones, and of all. All threads of the block must come.
+__device__ __forceinline__ void block_scan(float (&v)[3], float (&all)[3], const float (&own)[3]) {
+    Shared& sh = shared();
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    constexpr int WARPS = SCANNERS / LANES;
 #pragma unroll
-        for (int j = 0; j < 8; j++) weights[j] = 0;
-        if (vector < row.vectors()) {
-            float v[8];
-            row.load_from_memory(vector, v);
+    for (int i = 0; i < 3; i++) {
+        v[i] = lane_scan(own[i]);
+        if (lane == LANES - 1) sh.scratch.floats[i][warp] = v[i];
+    }
+    __syncthreads();
 #pragma unroll
-            for (int j = 0; j < 8; j++) {
-                weights[j] = v[j] > theta ? softmax.weight(v[j]) : v[j] == theta ? edge : 0.f;
-                sum += weights[j];
-            }
+    for (int i = 0; i < 3; i++) {
+        const float lower = lane_scan(lane < WARPS ? sh.scratch.floats[i][lane] : 0.f);
+        const float mine = __shfl_sync(ALL, lower, min(max(warp - 1, 0), LANES - 1), LANES);
+        v[i] += (warp ? mine : 0.f) - own[i];
+        all[i] = __shfl_sync(ALL, lower, LANES - 1, LANES);
+    }
+}
+
+// From histograms of `size` blocks: the buckets between which theta is, for all of them. Buckets hold all columns between
+// scale.high and the lowest; masses of buckets are only bounded.
+__device__ __noinline__ void bound_window(const Softmax softmax, const Scale scale, float k, float p, int num_above,
+                                          float mass_above, bool guessed, int size) {
+    Shared& sh = shared();
+    const int t = threadIdx.x;
+    constexpr int EACH = BUCKETS / SCANNERS;
+    const float bits = softmax.scale / scale.fineness, most = softmax.weight(scale.high);
+    float counts[EACH], own[3] = {0, 0, 0}, sums[3], all[3];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        uint32_t count = 0;
+        if (t < SCANNERS)
+#pragma unroll 1
+            for (int r = 0; r < size; r++) count += (r ? remote(&sh, r) : &sh)->histogram[t * EACH + i];
+        counts[i] = float(count);
+    }
+    const auto add = [&](float (&sum)[3], int i) {
+        const float bucket = float(t * EACH + i);
+        sum[0] += counts[i];
+        sum[1] += counts[i] * most * fminf(exp2_of(-(bucket - 0.51f) * bits), 1.f);
+        sum[2] += counts[i] * most * exp2_of(-(bucket + 0.51f) * bits);
+    };
+#pragma unroll
+    for (int i = 0; i < EACH; i++) add(own, i);
+    if (t == 0) sh.buckets[0] = sh.buckets[1] = BUCKETS;
+    block_scan(sums, all, own);  // has a barrier
+    sums[0] += float(num_above), sums[1] += mass_above, sums[2] += mass_above;
+    float before = sums[0];
+    int may = BUCKETS, must = BUCKETS, num_before = 0, num_first = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        add(sums, i);
+        if (counts[i] > 0 && may == BUCKETS && (sums[0] >= k || sums[1] * (1 + DOUBT) >= p))
+            may = t * EACH + i, num_before = int(before), num_first = int(counts[i]);
+        if (counts[i] > 0 && must == BUCKETS && (sums[0] >= k || sums[2] * (1 - DOUBT) >= p))
+            must = t * EACH + i;
+        before = sums[0];
+    }
+    if (may < BUCKETS) atomicMin(&sh.buckets[0], may);
+    if (must < BUCKETS) atomicMin(&sh.buckets[1], must);
+    __syncthreads();
+    may = sh.buckets[0], must = sh.buckets[1];
+    if (t == min(may / EACH, SCANNERS - 1)) {
+        if (may == BUCKETS) num_before = int(sums[0]);
+        for (int r = 0; r < size; r++) {
+            Window& to = (r ? remote(&sh, r) : &sh)->window;
+            to.begin = ROUNDER + float(may);
+            to.end = guessed && must == BUCKETS ? INFINITY : ROUNDER + float(must);  // `guessed`: it may lie below the last bucket
+            to.num_above = num_before, to.num_first = num_first;
         }
-        running = before + lane_scan(sum) - sum;
-        int column = NONE, last_column = 0;
+    }
+}
+
+// From a sample's histogram: the values between which theta is almost surely. `mass` is that of all columns from `lowest` on.
+__device__ __noinline__ void guess_window(const Softmax softmax, const Scale scale, float k, float p, float mass, float lowest) {
+    Shared& sh = shared();
+    const int t = threadIdx.x;
+    constexpr int EACH = BUCKETS / SCANNERS;
+    const float bits = softmax.scale / scale.fineness, most = softmax.weight(scale.high);
+    const float ratio = p < INFINITY ? SAMPLE_UNITS / fmaxf(float(sh.sample_mass), 1.f) : 0.f;  // from the sample's mass to the row's
+    const float inverse = mass > 0 ? 1 / mass : 0.f;
+    float counts[EACH], sampled[EACH], own[3] = {0, 0, 0}, sums[3], all[3];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const uint32_t count = t < SCANNERS ? sh.histogram[t * EACH + i] : 0u;
+        sampled[i] = float(count % EXACT * SAMPLED), counts[i] = sampled[i] + float(count / EXACT);
+    }
+    const auto add = [&](float (&sum)[3], int i) {  // numbers, masses, and the squares of those that are estimated
+        const float weight = most * exp2_of(-float(t * EACH + i) * bits) * ratio;
+        sum[0] += counts[i], sum[1] += counts[i] * weight, sum[2] += sampled[i] * weight * weight;
+    };
+#pragma unroll
+    for (int i = 0; i < EACH; i++) add(own, i);
+    if (t == 0) sh.buckets[0] = sh.buckets[1] = BUCKETS;
+    block_scan(sums, all, own);  // has a barrier
+    int may = BUCKETS, must = BUCKETS;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        add(sums, i);
+        const float part = sums[1] * inverse, rest = 1 - part;
+        const float variance = sums[2] * rest * rest + fmaxf(all[2] - sums[2], 0.f) * part * part;
+        // what is missing from the mass and from the number, and the squares of their doubts
+        const float mass_lack = p - sums[1], mass_doubt = MARGIN * MARGIN * (SAMPLED - 1) * variance;
+        const float count_lack = k - sums[0], count_doubt = MARGIN * MARGIN * (SAMPLED - 1) * sums[0];
+        const bool mass_sure = mass_lack * mass_lack > mass_doubt, count_sure = count_lack * count_lack > count_doubt;
+        if (counts[i] > 0 && may == BUCKETS && !(mass_lack > 0 && mass_sure && count_lack > 0 && count_sure)) may = t * EACH + i;
+        if (counts[i] > 0 && must == BUCKETS && ((mass_lack <= 0 && mass_sure) || (count_lack <= 0 && count_sure)))
+            must = t * EACH + i;
+    }
+    if (may < BUCKETS) atomicMin(&sh.buckets[0], may);
+    if (must < BUCKETS) atomicMin(&sh.buckets[1], must);
+    __syncthreads();
+    if (t == 0) {
+        const int first = sh.buckets[0], last = sh.buckets[1];
+        sh.window.high = first ? scale.high - (float(first) - 0.5f) / scale.fineness : scale.high;
+        sh.window.low = fmaxf(scale.high - (float(last) + 0.5f) / scale.fineness, lowest);
+    }
+}
+
+// A histogram of one of SAMPLED vectors, for which all others stand, and of the parts' largest values, each of which is known.
+template <class R>
+__device__ __forceinline__ void sample_row(const R& row, const Softmax& softmax, const Scale& scale, float mass, float lowest) {
+    Shared& sh = shared();
+    const bool weigh = mass > 0;
+    const float units = weigh ? SAMPLE_UNITS / mass : 0.f;
+    uint32_t sum = 0;
+    const auto count = [&](float v, bool exact) {
+        if (!(v >= lowest) || v == -INFINITY) return;
+        const unsigned bucket = unsigned(Scale::bucket(scale.place(v)));
+        if (bucket < BUCKETS) atomicAdd(&sh.histogram[bucket], exact ? EXACT : 1u);
+        if (weigh) sum += uint32_t(softmax.weight(v) * units * (exact ? 1 : SAMPLED) + 0.5f);
+    };
+    const int num_sampled = (row.a.num_columns + 8 * SAMPLED - 1) / (8 * SAMPLED);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < num_sampled; i += num_threads()) {
+        const int vector = SAMPLED * i + 5 * i % SAMPLED;
+        const uint32_t key = sh.part_keys[row.place_of(vector / LANES)];
+        float v[8];
+        row.load_vector(vector, v);
+        bool seen = false;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            running += weights[j];
-            if (weights[j] > 0) {
-                last_column = 8 * vector + j;
-                if (column == NONE && running > target) column = last_column;
+            if (!seen && key_of(v[j]) == key) {
+                seen = true;
+            } else {
+                count(v[j], false);
             }
         }
-        column = lane_min(column);
-        if (column == NONE) column = -lane_min(-last_column);
-        if (lane == 0) sh.chosen = column;
+    }
+    for (int part = threadIdx.x; part < row.num_parts(); part += num_threads())
+        if (sh.part_keys[row.place_of(part)]) count(value_of(sh.part_keys[row.place_of(part)]), true);
+    sum = uint32_t(lane_add(int(sum)));
+    if (weigh && threadIdx.x % LANES == 0) atomicAdd(&sh.sample_mass, sum);
+}
+
+// The largest of each over a block's threads, in the first warp.
+__device__ __forceinline__ void block_max(uint32_t (&v)[4]) {
+    Shared& sh = shared();
+    const int lane = threadIdx.x % LANES;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        v[i] = lane_max(v[i]);
+        if (lane == 0) sh.scratch.keys[i][threadIdx.x / LANES] = v[i];
     }
     __syncthreads();
-    return sh.chosen;
+    if (threadIdx.x >= LANES) return;
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = lane_max(lane < num_warps() ? sh.scratch.keys[i][lane] : 0u);
+}
+// The largest and the smallest value at a window's first bucket, and of those behind it, as keys; the smallest inverted.
+struct Extremes {
+    uint32_t keys[4] = {0, 0, 0, 0};
+    __device__ __forceinline__ void add(float v, bool behind) {
+        const uint32_t key = key_of(v);
+        keys[0] = max(keys[0], behind ? 0u : key), keys[1] = max(keys[1], behind ? 0u : ~key);
+        keys[2] = max(keys[2], behind ? key : 0u), keys[3] = max(keys[3], behind ? ~key : 0u);
+    }
+    // Whether all are equal.
+    __device__ __forceinline__ bool one() const { return !keys[2] && keys[0] == ~keys[1]; }
+};
+
+// After a look at a window whose columns do not fit: a smaller one. A warp's work.
+__device__ __forceinline__ void refine(Window& w, const Extremes& extremes, float k, float p, float mass_first, bool& behind) {
+    behind = !(float(w.num_above + w.num_first) >= k || w.mass_above + mass_first >= p) && extremes.keys[2];
+    const int at = behind ? 2 : 0;
+    w.high = value_of(extremes.keys[at]), w.low = value_of(~extremes.keys[at + 1]);
+}
+
+// Sum over the parts; a warp's work.
+template <class R>
+__device__ __forceinline__ float add_parts(const R& row, const float* masses) {
+    float own = 0;
+    for (int i = 0; i < row.each(); i++) own += masses[threadIdx.x % LANES * row.each() + i];
+    return lane_sum(own);
+}
+
+// From the values that were staged to a list of a few, theta among them, if it is there: else the window stays as it was.
+// A block's work.
+template <class R>
+__device__ __noinline__ void narrow(const R row, const Softmax softmax, float k, float p, bool surely) {
+    Shared& sh = shared();
+    const int t = threadIdx.x, lane = t % LANES;
+#pragma unroll 1
+    for (int round = 0;; round++) {
+        const float high = sh.window.high, low = sh.window.low;
+        const Scale scale(low, high);
+        for (int i = t; i < BUCKETS; i += num_threads()) sh.histogram[i] = 0;
+        __syncthreads();
+        for (int i = t; i < sh.num_staged; i += num_threads()) {
+            const float v = sh.values[i];
+            if (v <= high && v >= low) atomicAdd(&sh.histogram[min(unsigned(Scale::bucket(scale.place(v))), BUCKETS - 1u)], 1u);
+        }
+        __syncthreads();
+        bound_window(softmax, scale, k, p, sh.window.num_above, sh.window.mass_above, false, 1);
+        __syncthreads();
+        const float begin = sh.window.begin, end = sh.window.end;
+        const bool beyond = sh.window.num_first == 0;  // behind the last bucket
+        if (beyond && !surely) {
+            __syncthreads();
+            if (t == 0) sh.window.result = REFINE;
+            __syncthreads();
+            return;
+        }
+        Extremes extremes;
+        for (int part = t; part < row.num_parts(); part += num_threads()) {
+            const uint32_t staged = sh.staged_at[part];
+            float above = 0, here = 0;
+            int count = 0;
+            for (uint32_t i = staged / 512, stop = i + staged % 512; i < stop; i++) {
+                const float v = sh.values[i];
+                if (v > high || v < low) continue;
+                const float place = fminf(scale.place(v), ROUNDER + float(BUCKETS - 1));
+                if (place < begin) {
+                    above += softmax.weight(v);
+                } else if (place <= end) {
+                    const bool behind = beyond || place > begin;
+                    if (!behind) here += softmax.weight(v);
+                    extremes.add(v, behind);
+                    count++;
+                }
+            }
+            sh.above[part] += above, sh.first[part] = here, sh.counts[part] = uint16_t(count);
+        }
+        block_max(extremes.keys);  // has a barrier
+        if (t < LANES) {
+            Window next = sh.window;
+            const float mass_first = add_parts(row, sh.first);
+            next.mass_above = add_parts(row, sh.above);
+            int count = 0;
+            for (int i = 0; i < row.each(); i++) count += sh.counts[lane * row.each() + i];
+            const int total = lane_add(count);
+            int at = lane_before(count);
+            for (int i = 0; i < row.each(); i++) {
+                const int part = lane * row.each() + i;
+                sh.listed_at[part] = uint16_t(at), at += sh.counts[part];
+            }
+            bool behind;
+            refine(next, extremes, k, p, mass_first, behind);
+            next.result = total <= LISTED ? LISTS : extremes.one() || round == MAX_SEARCHES ? TIES : REFINE;
+            if (next.result == REFINE && behind) {
+                for (int i = 0; i < row.each(); i++) sh.above[lane * row.each() + i] += sh.first[lane * row.each() + i];
+                next.mass_above += mass_first, next.num_above += next.num_first;
+            }
+            __syncwarp();
+            if (lane == 0) sh.window = next, sh.num_listed = total <= LISTED ? total : NONE;
+        }
+        __syncthreads();
+        if (sh.window.result != REFINE) {
+            if (sh.window.result == TIES) return;
+            for (int part = t; part < row.num_parts(); part += num_threads()) {
+                if (!sh.counts[part]) continue;
+                const uint32_t staged = sh.staged_at[part];
+                int at = sh.listed_at[part];
+                for (uint32_t i = staged / 512, stop = i + staged % 512; i < stop; i++) {
+                    const float v = sh.values[i], place = fminf(scale.place(v), ROUNDER + float(BUCKETS - 1));
+                    if (v <= high && v >= low && place >= begin && place <= end) sh.list[at++] = {v, softmax.weight(v)};
+                }
+            }
+            __syncthreads();
+            return;
+        }
+    }
+}
+
+// Append the marked ones of a warp's values to those staged in a block; where they are and how many, see `Shared::staged_at`.
+__device__ __forceinline__ uint32_t stage(Shared& to, unsigned marked, const float (&v)[8]) {
+    const int mine = __popc(marked), count = lane_add(mine);
+    if (!count) return 0;
+    const int before = lane_before(mine), at = __shfl_sync(ALL, threadIdx.x % LANES ? 0 : atomicAdd(&to.num_staged, count), 0, LANES);
+    if (at + count <= STAGED) {
+        float* out = to.values + at + before;
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (marked >> j & 1) *out++ = v[j];
+    }
+    return uint32_t(at) * 512 + count;
+}
+
+// Set the window to values between which theta is almost surely; each block of a cluster finds the same.
+template <class R>
+__device__ __forceinline__ void guess_bounds(const R& row, const Softmax& softmax, const Scale& scale, float k, float p, float mass, float lowest) {
+    Shared& sh = shared();
+    for (int i = threadIdx.x; i < BUCKETS; i += num_threads()) sh.histogram[i] = 0;
+    if (threadIdx.x == 0) sh.sample_mass = 0;
+    __syncthreads();
+    sample_row(row, softmax, scale, p < INFINITY ? mass : 0.f, lowest);
+    __syncthreads();
+    guess_window(softmax, scale, k, p, mass, lowest);
+    __syncthreads();
+}
+
+// Each part's mass above the window, and its values inside, for the block `to`.
+template <class R>
+__device__ __noinline__ void stage_window(const R row, const Softmax softmax, Shared& to, int first_part, int step) {
+    Shared& sh = shared();
+    const int lane = threadIdx.x % LANES;
+    const float high = sh.window.high, low = fmaxf(sh.window.low, -FLT_MAX);
+    int num_above = 0;
+    const auto wanted = [&](int part) {
+        const bool some = value_of(sh.part_keys[row.place_of(part)]) >= low;
+        if (!some && lane == 0) to.above[part] = 0, to.staged_at[part] = 0;
+        return some;
+    };
+    row.sweep(first_part, step, wanted, [&](int part, const float(&v)[8]) {
+        float above = 0;
+        unsigned inside = 0;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            if (v[j] > high) {
+                above += softmax.weight(v[j]), num_above++;
+            } else if (v[j] >= low) {
+                inside |= 1u << j;
+            }
+        }
+        above = lane_sum(above);
+        const uint32_t staged = stage(to, inside, v);
+        if (lane == 0) to.above[part] = above, to.staged_at[part] = staged;
+    });
+    num_above = lane_add(num_above);
+    if (lane == 0) atomicAdd(&to.num_above, num_above);
+}
+
+// A list from what was staged, or REFINE when theta is not there or there are too many; a block's work.
+template <class R>
+__device__ __forceinline__ void try_window(const R& row, const Softmax& softmax, float k, float p) {
+    Shared& sh = shared();
+    const int t = threadIdx.x;
+    if (t < LANES) {
+        const float mass_above = add_parts(row, sh.above);
+        if (t == 0) {
+            const bool missed = float(sh.num_above) >= k || mass_above >= p || sh.num_staged > STAGED || !sh.num_staged;
+            sh.window.result = missed ? REFINE : LISTS, sh.window.mass_above = mass_above, sh.window.num_above = sh.num_above;
+        }
+    }
+    __syncthreads();
+    if (sh.window.result == LISTS) narrow(row, softmax, k, p, false);
+    if (t == 0) {
+        if (sh.window.result == REFINE) sh.num_staged = 0;
+        sh.num_above = 0;
+    }
+}
+
+// Find where the columns at or above `lowest`, from the largest down, reach the number k or the mass p; `mass` is that of all of
+// them. All blocks of the cluster work, or with `alone` one; the first one's window and list hold the result.
+template <class R>
+__device__ __noinline__ void search(const R row, const Softmax softmax, float k, float p, float mass, float lowest, float guess,
+                                    bool alone) {
+    Shared& sh = shared();
+    const int t = threadIdx.x, lane = t % LANES, size = alone ? 1 : row.size, rank = alone ? 0 : row.rank;
+    const int first_part = rank * num_warps() + t / LANES, step = size * num_warps(), num_parts = row.num_parts();
+    const auto sync = [&] { size == 1 ? __syncthreads() : row.sync(); };
+    Shared& leader = size == 1 ? sh : *remote(&sh, 0);
+    float high = softmax.top, low = guess, mass_above = 0;
+    int num_above = 0;
+    if (p < INFINITY)  // columns with less cannot have the rest of the mass, however many
+        low = softmax.top + log2f(fmaxf(0.9f * (mass - p), 1e-6f * mass) / float(row.a.num_columns)) / softmax.scale;
+    low = fmaxf(low, lowest);
+    if (!(low < high)) low = high - fmaxf(1e-3f * fabsf(high), 1e-3f);
+    if (row.a.num_columns >= MIN_SAMPLED) {
+        guess_bounds(row, softmax, Scale(low, high), k, p, mass, lowest);
+        stage_window(row, softmax, leader, first_part, step);
+        sync();
+        if (rank == 0) {
+            try_window(row, softmax, k, p);
+            if (t < size) (t ? remote(&sh, t) : &sh)->window.result = sh.window.result;
+        }
+        sync();
+        if (sh.window.result != REFINE) return;
+    }
+#pragma unroll 1
+    for (int round = 0;; round++) {
+        const Scale scale(low, high);
+        for (int i = t; i < BUCKETS; i += num_threads()) sh.histogram[i] = 0;
+        __syncthreads();
+        row.sweep(first_part, step, [&](int part) { return Scale::bucket(scale.place(value_of(sh.part_keys[row.place_of(part)]))) < BUCKETS; },
+                  [&](int, const float(&v)[8]) {
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                const unsigned bucket = unsigned(Scale::bucket(scale.place(v[j])));
+                if (bucket < BUCKETS && v[j] >= lowest && v[j] <= high) atomicAdd(&sh.histogram[bucket], 1u);
+            }
+        });
+        sync();
+        if (rank == 0) bound_window(softmax, scale, k, p, num_above, mass_above, round == 0 && !(p < INFINITY), size);
+        sync();
+        const float begin = sh.window.begin, end = sh.window.end;
+        const bool beyond = sh.window.num_first == 0;  // behind the last bucket
+        Extremes extremes;
+#pragma unroll 1
+        for (int part = first_part; part < num_parts; part += step) {
+            float above = 0, here = 0;
+            uint32_t staged = 0;
+            if (scale.place(value_of(sh.part_keys[row.place_of(part)])) <= end) {
+                float v[8];
+                unsigned inside = 0;
+                row.load(part, v);
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    const float place = scale.place(v[j]);
+                    if (v[j] > high || place < begin) {
+                        above += softmax.weight(v[j]);
+                    } else if (place <= end && v[j] >= lowest && v[j] > -INFINITY) {
+                        const bool behind = beyond || place > begin;
+                        if (!behind) here += softmax.weight(v[j]);
+                        extremes.add(v[j], behind);
+                        inside |= 1u << j;
+                    }
+                }
+                above = lane_sum(above), here = lane_sum(here);
+                staged = stage(leader, inside, v);
+            }
+            if (lane == 0)
+                leader.above[part] = above, leader.first[part] = here, leader.staged_at[part] = staged,
+                leader.counts[part] = uint16_t(staged % 512);
+        }
+        block_max(extremes.keys);  // has a barrier
+        if (t == 0) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) leader.extremes[i][rank] = extremes.keys[i];
+        }
+        sync();
+        if (rank == 0) {
+            if (t < LANES) {
+                Window next = sh.window;
+                const float mass_first = add_parts(row, sh.first);
+                next.mass_above = add_parts(row, sh.above);
+#pragma unroll
+                for (int i = 0; i < 4; i++) extremes.keys[i] = lane_max(sh.extremes[i][lane < size ? lane : 0]);
+                const int staged = sh.num_staged;
+                next.result = staged <= STAGED ? LISTS : extremes.one() || round == MAX_SEARCHES ? TIES : REFINE;
+                if (next.result == LISTS) {  // all of the window is there
+                    next.high = value_of(max(extremes.keys[0], extremes.keys[2]));
+                    next.low = value_of(~max(extremes.keys[1], extremes.keys[3]));
+                    if (!staged) next.high = next.low = softmax.top;
+                } else {
+                    bool behind;
+                    refine(next, extremes, k, p, mass_first, behind);
+                    if (next.result == REFINE && behind) next.mass_above += mass_first, next.num_above += next.num_first;
+                }
+                __syncwarp();
+                if (lane == 0 && next.result != LISTS) sh.num_staged = 0;
+                if (lane < size) (lane ? remote(&sh, lane) : &sh)->window = next;
+            }
+            __syncthreads();
+            if (sh.window.result == LISTS) narrow(row, softmax, k, p, true);
+        }
+        sync();
+        if (sh.window.result != REFINE) return;
+        high = sh.window.high, low = sh.window.low, mass_above = sh.window.mass_above, num_above = sh.window.num_above;
+    }
+}
+
+__device__ __forceinline__ void rank_searched() {
+    if (shared().window.result == LISTS) rank_list();
+    __syncthreads();
+}
+
+// Where a search cuts; a warp's work.
+template <class R>
+__device__ __forceinline__ Cut cut_searched(const R& row, const Softmax& softmax, float k, float p) {
+    const Shared& sh = shared();
+    const Window& window = sh.window;
+    Cut cut = {window.high, window.mass_above, 0, window.num_above, 0};
+    if (window.result == LISTS) {
+        cut.theta = -INFINITY, cut.mass_at_least = cut.mass_above;  // should the list be empty: then all are kept
+        cut_list(k, p, window.num_above, window.mass_above, cut);
+    } else {
+        int ties = 0;
+        for (int i = 0; i < row.each(); i++) ties += sh.counts[threadIdx.x % LANES * row.each() + i];
+        cut.num_ties = lane_add(ties);
+        cut.mass_at_least = cut.mass_above + softmax.weight(cut.theta) * cut.num_ties;
+    }
+    return cut;
 }
 
 __device__ __forceinline__ float noise_of(uint32_t word, float width) { return __fmul_rn(width, uniform(word)); }
 __device__ __forceinline__ float gumbel_of(uint32_t word) { return -logf(fmaxf(-logf(uniform(word)), 6.2e-5f)); }
 
-// The column with the largest x = value / temperature after noise, the lowest of several.
+// The column with the largest x = value / temperature after noise, the lowest of several. The work of all blocks.
+//
+// Most columns cannot win: they are too far below the largest found so far, whatever their noise. Of the others, in fours,
+// numbers are made 32 at a time, and from the largest of four the noise is bounded: logarithms are left to the few that may win.
 template <class R>
-__device__ __forceinline__ int noisy_argmax(const R& row, const Softmax& softmax, Shared& sh) {
-    const Controls& controls = sh.controls;
+__device__ __noinline__ int noisy_argmax(const R row, const Softmax softmax) {
+    Shared& sh = shared();
+    const Controls controls = sh.controls;
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const bool gumbel = controls.way == GUMBEL;
-    const int64_t* ids = row.a.ids;
+    const float temperature = softmax.temperature, inverse = 1 / temperature, reach = gumbel ? GUMBEL_MAX : controls.noise;
+    const int64_t* const ids = row.a.ids;
     const int64_t first_id = row.a.first_id;
     const bool in_fours = !ids && first_id % 4 == 0;  // four neighbouring columns share one call of the generator
-    // `best` is what wins at least, `best_value` the value that has it without noise, `bar` the least that may reach it with
-    // noise, with room for rounding.
-    const float reach = gumbel ? GUMBEL_MAX : controls.noise;
-    float best = __fdiv_rn(softmax.top, softmax.temperature) + (gumbel ? GUMBEL_MIN : 0.f), best_value, bar;
-    const auto update = [&] {
-        best_value = best * softmax.temperature;
-        bar = best_value - reach * softmax.temperature - 1e-5f * (fabsf(best_value) + reach * softmax.temperature);
-    };
-    update();
-    best -= 1e-6f * fabsf(best);
-    int best_column = NONE;
-    row.sweep_from(bar, [&](int vector, const float(&v)[8]) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const float high = fmaxf(fmaxf(v[4 * half], v[4 * half + 1]), fmaxf(v[4 * half + 2], v[4 * half + 3]));
-            if (!(high >= bar)) continue;
-            const int first = 8 * vector + 4 * half;
-            uint32_t words[4];
-            if (in_fours) {
-                const uint4 four = controls.column_numbers(uint32_t((first_id + first) / 4));
-                words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
-            }
-#pragma unroll
+    const float least = __fdiv_rn(softmax.top, temperature) + (gumbel ? GUMBEL_MIN : 0.f);
+    if (threadIdx.x == 0) sh.found = key_of(least - 1e-6f * fabsf(least)), sh.column = NONE;
+    __syncthreads();
+    const auto found = [&] { return value_of(__shfl_sync(ALL, lane == 0 ? atomicMax(&sh.found, 0u) : 0u, 0, LANES)); };
+    float own = -INFINITY;
+    int own_column = NONE;
+    const auto try_four = [&](bool mine, const Queued& four) {
+        const float best = found();
+        uint32_t words[4] = {0, 0, 0, 0};
+        if (in_fours) {
+            const uint4 all = controls.column_numbers(uint32_t((first_id + four.first) / 4));
+            words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
+        } else if (mine) {
+#pragma unroll 1
             for (int j = 0; j < 4; j++) {
-                const float value = v[4 * half + j];
-                if (!(value >= bar)) continue;
-                if (!in_fours) {
-                    const int64_t id = ids ? ids[first + j] : first_id + first + j;
-                    const uint4 four = controls.column_numbers(uint32_t(id / 4));
-                    const int word = int(id % 4);
-                    words[j] = word == 0 ? four.x : word == 1 ? four.y : word == 2 ? four.z : four.w;
-                }
-                // -log u >= 1 - u, so Gumbel noise of best - x needs 1 - u <= exp(x - best)
-                if (gumbel && 1.f - uniform(words[j]) > 1.01f * exp2_of((value - best_value) * softmax.scale) + 1e-6f) continue;
-                const float y = __fadd_rn(__fdiv_rn(value, softmax.temperature),
-                                          gumbel ? gumbel_of(words[j]) : noise_of(words[j], controls.noise));
-                if (y > best) best = y, best_column = first + j, update();
+                if (four.first + j >= row.a.num_columns) continue;
+                const int64_t id = ids ? ids[four.first + j] : first_id + four.first + j;
+                const uint4 all = controls.column_numbers(uint32_t(id / 4));
+                const uint32_t word = id % 4 == 0 ? all.x : id % 4 == 1 ? all.y : id % 4 == 2 ? all.z : all.w;
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    if (i == j) words[i] = word;
+            }
+        }
+        const float u = uniform(max(max(words[0], words[1]), max(words[2], words[3])));
+        // -log u is at least 1 - u; the subtraction is exact
+        const float most = gumbel ? -LN2 * log2_of(1.f - u) : controls.noise * u, x = four.high * inverse;
+        if (!mine || !(x + most + 1e-5f * (fabsf(x) + most + 1.f) >= best)) return;
+        float v[8];
+        row.load_vector(four.first / 8, v);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float y = __fadd_rn(__fdiv_rn(four.first & 4 ? v[4 + j] : v[j], temperature),
+                                      gumbel ? gumbel_of(words[j]) : noise_of(words[j], controls.noise));
+            if (y > own || (y == own && four.first + j < own_column)) own = y, own_column = four.first + j;
+        }
+        if (own > best) atomicMax(&sh.found, key_of(own));
+    };
+    Queued* const queue = sh.queues[warp];
+    int queued = 0;
+    float bar = -INFINITY;
+    const auto wanted = [&](int part) {
+        const float best = found();
+        bar = (best - reach) * temperature - 1e-5f * (fabsf(best) + reach) * temperature;  // with room for rounding
+        return value_of(sh.part_keys[row.place_of(part)]) >= bar;
+    };
+    row.sweep(row.rank * num_warps() + warp, row.size * num_warps(), wanted, [&](int part, const float(&v)[8]) {
+        const float highs[2] = {fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3])), fmaxf(fmaxf(v[4], v[5]), fmaxf(v[6], v[7]))};
+#pragma unroll 1
+        for (int half = 0; half < 2; half++) {
+            const float high = half ? highs[1] : highs[0];
+            const unsigned able = lane_ballot(high >= bar);
+            if (high >= bar) queue[queued + __popc(able & ((1u << lane) - 1))] = {high, 8 * (part * LANES + lane) + 4 * half};
+            queued += __popc(able);
+            if (queued >= LANES) {
+                queued -= LANES;
+                __syncwarp();
+                try_four(true, queue[queued + lane]);
+                __syncwarp();
             }
         }
     });
-    row.release();
-    const float won = block_max(best_column == NONE ? -INFINITY : best, sh);
-    return block_min(best_column != NONE && best == won ? best_column : NONE, sh);
+    __syncwarp();
+    if (queued) try_four(lane < queued, lane < queued ? queue[lane] : Queued{-INFINITY, 0});
+    __syncthreads();
+    if (own_column != NONE && key_of(own) == sh.found) atomicMin(&sh.column, own_column);
+    __syncthreads();
+    if (row.size == 1) return sh.column;
+    if (threadIdx.x < row.size) {
+        Shared& to = *remote(&sh, threadIdx.x);
+        to.winners[0][row.rank] = sh.found, to.winners[1][row.rank] = uint32_t(sh.column);
+    }
+    row.sync();
+    uint32_t key = 0, column = NONE;
+    for (int r = 0; r < row.size; r++) {
+        if (sh.winners[0][r] > key || (sh.winners[0][r] == key && sh.winners[1][r] < column))
+            key = sh.winners[0][r], column = sh.winners[1][r];
+    }
+    return int(column);
 }
 
+// What a filtered or noisy row goes by, and for a filter which parts to list.
 template <class R>
-__device__ __forceinline__ int first_equal(const R& row, bool here, float value, Shared& sh) {
-    int column = NONE;
-    if (here) {
-        row.sweep([&](int vector, const float(&v)[8]) {
-#pragma unroll
-            for (int j = 7; j >= 0; j--)
-                if (v[j] == value) column = min(column, 8 * vector + j);
-        });
-    }
-    row.release();
-    return block_min(column, sh);
-}
-
-// A draw behind one of the filters, or from all columns. `largest`: of the thread's columns.
-template <class R>
-__device__ __forceinline__ int filtered_draw(const R& row, const Softmax& softmax, float largest, Shared& sh) {
-    if (sh.controls.way == PLAIN) return draw<false>(row, softmax, -INFINITY, INFINITY, INFINITY, true, sh);
-    const int top_k = sh.controls.top_k;
-    const float share = sh.controls.top_p;
-    const bool by_count = top_k < row.a.num_columns, by_mass = share < INFINITY;
-    const bool joint = sh.controls.way == JOINT;
-    float theta = -INFINITY, p = INFINITY;
-    const float k = by_count ? float(top_k) : INFINITY;
-    bool found = false;
-    if (by_count && top_k <= MAX_RANKED) {
-        if (joint && by_mass) {
-            float sum = 0;
-            row.sweep([&](int, const float(&v)[8]) {
-#pragma unroll
-                for (int j = 0; j < 8; j++) sum += softmax.weight(v[j]);
-            });
-            p = share * block_sum(sum, sh);
-        }
-        const float bound = kth_largest(largest, top_k);
-        const int count = collect(row, largest >= bound, bound, INFINITY, [](float) { return true; }, sh);
-        found = count <= THREADS;
-        if (found) theta = rank(count, k, p, joint ? INFINITY : share, softmax, sh);
-    }
-    if (!found) {
-        for (int stage = by_count ? 0 : 1; stage < (by_mass ? 2 : 1); stage++) {
-            const float lowest = joint || !by_count || stage == 0 ? -FLT_MAX : theta;
-            float all;
-            const float value = search(row, stage == 0, lowest, stage == 0 ? k : share, softmax, sh, all);
-            theta = fmaxf(theta, value);
-            if (stage == 1) p = share * all;
-        }
-    }
-    return draw<true>(row, softmax, theta, k, p, !joint, sh);
-}
-
-template <bool HELD>
-__device__ __forceinline__ void sample_row(Row<HELD>& row) {
-    const SampleArgs& a = row.a;
-    Shared& sh = row.sh;
-    const int t = threadIdx.x, words = (row.vectors() + 31) / 32;
-    const int64_t slot = a.slots[row.index];
-    bool broken = false;
-    if (slot >= 0) {
-        const Controls controls(a, slot);
-        const bool penalized = a.penalties && a.penalized[slot];
-        const int num_bias = a.num_bias[slot];
-        row.end_masked = a.step[slot] < a.first_end[slot];
-        row.any_special = penalized || num_bias;
-        if (row.any_special) broken = row.prepare(slot, penalized, num_bias);
-        if (t == 0) sh.controls = controls;
-    }
-    if constexpr (HELD) await_copies();
-    if (slot < 0) {
-        row.release();
-        if (t == 0) a.out_ids[row.index] = 0, a.out_finite[row.index] = true;
-        return;
-    }
-    const float largest = row.begin(broken);
-    const float top = block_max(largest, sh);  // and what the threads wrote is there for all
-    if constexpr (HELD) row.prefetch_row(row.index + gridDim.x);
-    const bool finite = top > -INFINITY && top < INFINITY;
-    int column = 0;
-    if (finite) {
-        const float temperature = sh.controls.temperature;
-        const Softmax softmax{temperature, top, LOG2E / temperature};
-        const int way = sh.controls.way;
-        if (way == GREEDY) {
-            column = first_equal(row, largest == top, top, sh);
-        } else if (way == GUMBEL || way == NOISE) {
-            column = noisy_argmax(row, softmax, sh);
-        } else {
-            column = filtered_draw(row, softmax, largest, sh);
-        }
-    } else {
-        row.release();
-    }
-    if (t == 0) {
-        const int64_t id = !finite ? 0 : a.ids ? a.ids[column] : a.first_id + column;
-        a.out_ids[row.index] = id;
-        a.out_finite[row.index] = finite;
-        if (a.last_ids) a.last_ids[slot] = id;
-        atomicAdd(reinterpret_cast<unsigned long long*>(a.step + slot), 1ull);  // not waited for
-        if (row.any_special && sh.penalties) {
-            a.pending_column[slot] = finite ? column : -1;
-            if (finite) {
-                const bool again = row.is_special(column / 8) && sh.penalties[column] != 0.f;
-                a.pending_penalty[slot] = again ? sh.controls.alpha_frequency : sh.controls.alpha_presence;
-                atomicOr(&a.touched[slot * words + column / 256], 1u << column / 8 % 32);
+__device__ __forceinline__ void overlook(const R& row, const Controls& controls) {
+    Shared& sh = shared();
+    const uint32_t key = row.top_key();
+    const Softmax softmax{controls.temperature, value_of(key), LOG2E / controls.temperature};
+    Overview o{value_of(key), 0, NONE, -FLT_MAX};
+    if (key > key_of(-INFINITY) && o.top < INFINITY) {
+        o.mass = lane_sum(row.own_mass(softmax));
+        if (controls.way == JOINT || controls.way == SEQUENTIAL) {
+            const bool by_count = controls.top_k < row.a.num_columns;
+            const bool few = by_count && controls.top_k <= MAX_RANKED;
+            if (few || (!by_count && controls.top_p * o.mass <= MASS_TRIED)) {
+                o.bound = bound_of(row, few ? controls.top_k : NUM_TRIED);
+                o.num_hits = find_hits(row, o.bound);
+            } else if (by_count) {  // a guess at how far down a search needs to look
+                uint32_t lowest = 0;
+                for (int i = 0; i < row.each(); i++) {
+                    const uint32_t part = sh.part_keys[i * LANES + threadIdx.x % LANES];
+                    if (part > key_of(-INFINITY)) lowest = max(lowest, ~part);
+                }
+                o.bound = 2 * value_of(~lane_max(lowest)) - o.top;
             }
         }
     }
-    __syncthreads();  // before the next row uses shared memory
+    if (threadIdx.x == 0) sh.overview = o;
 }
 
-// A block samples rows blockIdx.x, blockIdx.x + gridDim.x, ...
-template <bool HELD>
-__global__ void __launch_bounds__(THREADS) sample_kernel(const __grid_constant__ SampleArgs a, const bool aligned) {
-    extern __shared__ __align__(16) char memory[];
-    Shared& sh = *reinterpret_cast<Shared*>(memory);
-    Row<HELD> row{a, sh, reinterpret_cast<__half*>(memory + sizeof(Shared)), int(blockIdx.x), aligned, false, false};
-    if constexpr (HELD) row.hold(row.index);
-#pragma unroll 1
-    for (; row.index < a.num_rows; row.index += gridDim.x) sample_row(row);
+// The column of a filtered row, in the first block's first warp; -1 elsewhere.
+template <class R>
+__device__ __forceinline__ int filtered_draw(const R& row, const Softmax& softmax) {
+    Shared& sh = shared();
+    const int t = threadIdx.x;
+    const Overview o = sh.overview;
+    const bool joint = sh.controls.way == JOINT;
+    const float share = sh.controls.top_p;
+    const float k = sh.controls.top_k < row.a.num_columns ? float(sh.controls.top_k) : INFINITY;
+    Cut cut;
+    bool alone = false;
+    if (o.num_hits != NONE) {
+        if (row.rank) return -1;
+        stage_hits(row, o.num_hits, o.bound);
+        __syncthreads();
+        if (t < LANES) list_staged(o.num_hits, softmax);
+        __syncthreads();
+        if (sh.num_listed != NONE) {
+            rank_list();
+            __syncthreads();
+            const bool complete = k < INFINITY || o.bound == -FLT_MAX;  // the list holds the cut for sure
+            int column = -1;
+            if (t < LANES) {
+                if (cut_by(joint, k, share, o.mass, 0, 0.f, cut) || complete) {
+                    column = draw_listed(row, cut.theta, cut.edge(softmax, k, mass_of(share, o.mass), !joint));
+                } else if (t == 0) {
+                    sh.num_listed = NONE;
+                }
+            }
+            if (complete) return column;
+            __syncthreads();
+            if (sh.num_listed != NONE) return column;
+        }
+        alone = true;
+    }
+    const float guess = o.bound > -FLT_MAX ? o.bound : o.top - 16.f * softmax.temperature;
+    float p = joint || k == INFINITY ? mass_of(share, o.mass) : INFINITY;
+    search(row, softmax, k, p, o.mass, -FLT_MAX, guess, alone);
+    float lowest = -INFINITY;
+    if (!joint && k < INFINITY && share < INFINITY) {  // then inside what that left
+        if (alone || row.rank == 0) {
+            rank_searched();
+            if (t < LANES) {
+                cut = cut_searched(row, softmax, k, p);
+                if (t == 0) sh.num_staged = 0;
+                const int blocks = alone ? 1 : row.size;
+                if (t < blocks) {
+                    Window& to = (t ? remote(&sh, t) : &sh)->window;
+                    to.low = cut.theta, to.mass_above = cut.mass_at_least;
+                }
+            }
+        }
+        alone ? __syncthreads() : row.sync();
+        const float mass = sh.window.mass_above;
+        lowest = sh.window.low;
+        alone ? __syncthreads() : row.sync();
+        p = share * mass;
+        search(row, softmax, INFINITY, p, mass, lowest, lowest, alone);
+    }
+    if (row.rank && !alone) return -1;
+    rank_searched();
+    if (t >= LANES) return -1;
+    cut = cut_searched(row, softmax, joint || share == INFINITY ? k : INFINITY, p);
+    cut.theta = fmaxf(cut.theta, lowest);
+    return draw_searched(row, softmax, cut.theta, cut.edge(softmax, k, p, !joint), sh.window.result == TIES);
 }
 
-template <bool HELD>
-static cudaError_t start(const SampleArgs& a, int num_blocks, size_t bytes, cudaStream_t stream) {
-    const bool aligned = a.stride % 8 == 0 && reinterpret_cast<uintptr_t>(a.logits) % 16 == 0;
-    const cudaError_t error =
-        cudaFuncSetAttribute((const void*)sample_kernel<HELD>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
-    if (error != cudaSuccess) return error;
-    sample_kernel<HELD><<<num_blocks, THREADS, bytes, stream>>>(a, aligned);
+template <class T>
+__global__ void __launch_bounds__(MAX_THREADS) sample_kernel(const __grid_constant__ SampleArgs a, const bool aligned) {
+    Shared& sh = shared();
+    const int t = threadIdx.x, size = cluster_size(), rank = cluster_rank(), index = int(blockIdx.x) / size;
+    int shift = 0;
+    while ((LANES * PART << shift) < a.num_columns) shift++;
+    Row<T> row{a, static_cast<const T*>(a.logits) + index * a.stride, nullptr, index, 0, rank, size, shift, aligned ? a.num_columns / 8 : 0, false, false, 0};
+    row.prefetch_share();
+    if (t == 0) sh.num_staged = sh.num_above = 0;
+    if (size > 1) cluster_begin();
+    const int64_t slot = a.slots[index];
+    if (slot < 0) {
+        if (t == 0 && rank == 0) a.out_ids[index] = 0, a.out_finite[index] = true;
+        if (size > 1) cluster_wait();
+        return;
+    }
+    row.slot = slot;
+    row.end_masked = a.step[slot] < a.first_end[slot];
+    row.penalties = a.penalized[slot] ? a.penalties + slot * a.penalty_stride : nullptr;
+    row.num_bias = a.num_bias[slot];
+    row.plain = !a.allowed && !row.end_masked && !row.any_special();
+    const int way = a.way[slot];
+    const float temperature = a.temperature[slot];
+    const bool by_count = a.top_k[slot] < a.num_columns, by_mass = a.top_p[slot] < INFINITY;
+    const bool weigh = way == PLAIN || (way == JOINT && by_mass) || (way == SEQUENTIAL && by_mass && !by_count);
+    if (t == num_threads() - 1) sh.controls = Controls(a, slot);
+    if (size > 1) cluster_wait();  // all blocks have begun
+    if (row.num_bias) row.mark_bias();
+    if (row.any_special()) {
+        row.template summarize<true>(LOG2E / temperature, weigh);
+    } else {
+        row.template summarize<false>(LOG2E / temperature, weigh);
+    }
+    row.sync();
+
+    int column = -1;
+    if (way == GREEDY || way == PLAIN) {
+        if (t >= LANES || rank) return;
+        const uint32_t key = row.top_key();
+        const float top = value_of(key);
+        if (key > key_of(-INFINITY) && top < INFINITY)
+            column = way == GREEDY ? first_equal(row, key) : plain_draw(row, Softmax{temperature, top, LOG2E / temperature});
+    } else {
+        if (rank && way != GUMBEL && way != NOISE && by_count && a.top_k[slot] <= MAX_RANKED) return;
+        if (t < LANES) overlook(row, sh.controls);
+        __syncthreads();
+        const Softmax softmax{temperature, sh.overview.top, LOG2E / temperature};
+        if (softmax.top > -INFINITY && softmax.top < INFINITY) {
+            if (way == GUMBEL || way == NOISE) {
+                column = noisy_argmax(row, softmax);
+            } else {
+                column = filtered_draw(row, softmax);
+            }
+        }
+    }
+    if (t == 0 && rank == 0) {
+        const bool finite = column >= 0;
+        const int64_t id = !finite ? 0 : a.ids ? a.ids[column] : a.first_id + column;
+        a.out_ids[index] = id;
+        a.out_finite[index] = finite;
+        if (a.last_ids) a.last_ids[slot] = id;
+        atomicAdd(reinterpret_cast<unsigned long long*>(a.step + slot), 1ull);  // not waited for
+        if (row.penalties) {
+            a.pending_column[slot] = column;
+            if (finite) {
+                const bool again = sh.special[column / PART] >> column / 8 % LANES & 1 && row.penalties[column] != 0.f;
+                a.pending_penalty[slot] = again ? sh.controls.alpha_frequency : sh.controls.alpha_presence;
+                atomicOr(&a.touched[slot * ((a.num_columns + PART - 1) / PART) + column / PART], 1u << column / 8 % LANES);
+            }
+        }
+    }
+}
+
+template <class T>
+static cudaError_t start(const SampleArgs& a, int blocks, int threads, cudaStream_t stream) {
+    const bool aligned = a.stride * sizeof(T) % 16 == 0 && reinterpret_cast<uintptr_t>(a.logits) % 16 == 0;
+#ifdef RWKV_HIP
+    sample_kernel<T><<<a.num_rows, threads, 0, stream>>>(a, aligned);
     return cudaGetLastError();
+#else
+    cudaFuncSetAttribute(sample_kernel<T>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {unsigned(blocks), 1, 1};
+    cudaLaunchConfig_t config = {dim3(a.num_rows * blocks), dim3(threads), 0, stream, &cluster, blocks > 1 ? 1u : 0u};
+    return cudaLaunchKernelEx(&config, sample_kernel<T>, a, aligned);
+#endif
+}
+
+// Blocks that share a row, and their threads: so that every multiprocessor has as many threads as it has registers for.
+static cudaError_t shape_of(int num_rows, int& blocks, int& threads) {
+    blocks = 1, threads = MIN_THREADS;
+#ifndef RWKV_HIP
+    int device = 0, major = 0, num_processors = 0;
+    if (cudaError_t error = cudaGetDevice(&device)) return error;
+    if (cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return error;
+    if (cudaError_t error = cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, device)) return error;
+    while (2 * threads <= MAX_THREADS && 2 * threads * num_rows <= MAX_THREADS * num_processors) threads *= 2;
+    if (major >= 9)
+        while (blocks < MAX_BLOCKS && 2 * blocks * num_rows <= num_processors) blocks *= 2;
+#endif
+    return cudaSuccess;
 }
 
 }  // namespace rwkv
 
-// Sample one token for each row. Returns a cudaError_t: cudaErrorInvalidValue for more than 262,144 columns or an unknown type.
+// Sample one token for each row. Returns a cudaError_t: cudaErrorInvalidValue for more than 131,072 columns or an unknown type.
 RWKV_EXPORT int rwkv_sample(const rwkv::SampleArgs* args, cudaStream_t stream) {
     const rwkv::SampleArgs& a = *args;
     if (a.num_rows == 0) return cudaSuccess;
-    if (a.num_columns > 8 * rwkv::MAX_VECTORS || a.type < rwkv::FP32 || a.type > rwkv::BF16) return cudaErrorInvalidValue;
-    const size_t bytes = sizeof(rwkv::Shared);
-#ifndef RWKV_HIP
-    int device = 0, most = 0, num_processors = 0;
-    if (cudaError_t error = cudaGetDevice(&device)) return error;
-    if (cudaError_t error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return error;
-    if (cudaError_t error = cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, device)) return error;
-    const size_t held = bytes + size_t(a.num_columns + 7) / 8 * 16;
-    if (a.type == rwkv::FP16 && held <= size_t(most))
-        return rwkv::start<true>(a, a.num_rows < num_processors ? a.num_rows : num_processors, held, stream);
-#endif
-    return rwkv::start<false>(a, a.num_rows, bytes, stream);
+    if (a.num_columns > rwkv::PART * rwkv::MAX_PARTS) return cudaErrorInvalidValue;
+    int blocks, threads;
+    if (cudaError_t error = rwkv::shape_of(a.num_rows, blocks, threads)) return error;
+    switch (a.type) {
+        case rwkv::FP32: return rwkv::start<float>(a, blocks, threads, stream);
+        case rwkv::FP16: return rwkv::start<__half>(a, blocks, threads, stream);
+        case rwkv::BF16: return rwkv::start<__nv_bfloat16>(a, blocks, threads, stream);
+        default: return cudaErrorInvalidValue;
+    }
 }

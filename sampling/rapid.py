@@ -44,6 +44,7 @@ class SampleArgs(ctypes.Structure):
         ("bias_values", POINTER),
         ("num_bias", POINTER),
         ("penalties", POINTER),
+        ("penalty_stride", ctypes.c_int64),
         ("touched", POINTER),
         ("pending_column", POINTER),
         ("pending_penalty", POINTER),
@@ -100,7 +101,8 @@ class RapidSampler:
         self._pending_penalty = torch.zeros(num_slots, dtype=torch.float32, device=device)
         self.boundary: Tensor | None = None  # [B, 3] set by tests to see what the filters found
         # At their places from the start, so that no graph is ever stale.
-        self.controls.penalties = torch.zeros(num_slots, num_columns, dtype=torch.float32, device=device)
+        padded = torch.zeros(num_slots, -(-num_columns // 8) * 8, dtype=torch.float32, device=device)
+        self.controls.penalties = padded[:, :num_columns]
         self.controls.bias_columns = torch.zeros(num_slots, max_bias, dtype=torch.int64, device=device)
         self.controls.bias_values = torch.zeros(num_slots, max_bias, dtype=torch.float32, device=device)
         self._max_bias = max_bias
@@ -186,6 +188,7 @@ class RapidSampler:
             bias_values=controls.bias_values.data_ptr(),
             num_bias=self._num_bias.data_ptr(),
             penalties=controls.penalties.data_ptr(),
+            penalty_stride=controls.penalties.stride(0),
             touched=self._touched.data_ptr(),
             pending_column=self._pending_column.data_ptr(),
             pending_penalty=self._pending_penalty.data_ptr(),
