@@ -121,7 +121,12 @@ class Lease:
     @property
     def takes_turns(self) -> bool:
         """Whether it takes its turn with others: it will replace the session's state."""
-        return self.session.keep and self.session.node is None
+        return self.session.keep and self.session.node is None and self.session.kept_as is None
+
+    @property
+    def target(self) -> Key:
+        """The session it will change, for a new node the one it continues."""
+        return self.key if self.session.kept_as is None else (self.key[0], self.session.kept_as)
 
     def initial(self) -> Snapshot | None:
         """Return the state to start from, None for the empty one. Called in the thread, and on the stream, that uses it."""
@@ -595,11 +600,14 @@ class StatePool:
         """Give the state its name and version; Conflict or EngineFailed when it cannot be kept."""
         lease, session = job.lease, job.lease.session
         if lease.revoked:
-            raise Conflict(f"session {lease.key[1]!r} was deleted during the turn", code="session_deleted")
+            raise Conflict(f"session {lease.target[1]!r} was deleted during the turn", code="session_deleted")
         if not self.copies.is_finite(job.snapshot, job.written):
             raise EngineFailed("the state at the end of this turn is not finite; the session stays as it was")
         now = time.time()
-        if session.node is None:
+        if session.kept_as is not None:
+            self._check_free(*lease.target)
+            held = Held(lease.target, 1, job.snapshot, job.newlines, now, job.written)
+        elif session.node is None:
             held = Held(lease.key, lease.version + 1, job.snapshot, job.newlines, now, job.written)
         else:
             dialogue = (lease.request.namespace, session.name)
@@ -835,7 +843,7 @@ class StatePool:
         names |= self._database.delete(action.namespace, action.name, prefix=action.prefix)
         with self._lock:  # after the disk, which may refuse; turns that began meanwhile are meant too
             for lease in self._granted:
-                if lease.session.keep and is_meant(lease.key):
+                if lease.session.keep and is_meant(lease.target):
                     lease.revoked = True
             for held in [held for held in self._iter_held() if is_meant(held.key)]:
                 self._drop(held.key)

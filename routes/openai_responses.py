@@ -17,8 +17,8 @@ from rwkv_batch.channel import Event, error_of
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, NotFound, RwkvBatchError
 from rwkv_batch.prompts import Turn
-from rwkv_batch.request import Delta, Failure, Finish, Request
-from rwkv_batch.sessions import Delete, Fork, Session
+from rwkv_batch.request import Delta, Failure, Request
+from rwkv_batch.sessions import Delete, Session
 
 TAIL = "Assistant:"  # without a thought
 PREFIX = "resp"
@@ -101,10 +101,11 @@ class ResponseBody(GenerationBody):
         return [prompts.conversation([*first, *turns], TAIL)]
 
     def session(self, config: Config) -> Session | None:
-        """Where the state is kept: a copy of the previous one's under the own id."""
-        if self.store:
-            return Session(name=self.own_id)
-        return self.previous_response_id and Session(name=self.previous_response_id, keep=False, must_exist=True)
+        """The previous response's state is continued, and what becomes of it kept under the own id."""
+        previous = self.previous_response_id
+        if previous is None:
+            return Session(name=self.own_id) if self.store else None
+        return Session(name=previous, must_exist=True, keep=self.store, kept_as=self.own_id)
 
 
 class ResponseAnswer(Answer):
@@ -112,7 +113,6 @@ class ResponseAnswer(Answer):
 
     def __init__(self, call: Call, body: ResponseBody, request: Request):
         super().__init__(call, body, request)
-        self.call = call
         self.body = body
         self.item_id = new_id("msg")
         self.parts: list[str] = []
@@ -127,11 +127,6 @@ class ResponseAnswer(Answer):
         if text:
             self.parts.append(text)
         return text
-
-    def _note(self, finish: Finish) -> None:
-        super()._note(finish)
-        if self.error is None:
-            self.call.undo = None  # the state is kept
 
     def finished(self) -> dict[str, Any]:
         """The response when it has ended."""
@@ -234,9 +229,6 @@ async def create(call: Call) -> Plain | Stream:
     if previous is not None and not previous.startswith(PREFIX + "_"):
         raise missing(previous)
     try:
-        if previous is not None and body.store:
-            await call.site.manage(Fork(namespace=call.namespace, name=previous, copies=[body.own_id]))
-            call.undo = Delete(namespace=call.namespace, name=body.own_id)
         return await answer_with(call, request, ResponseAnswer(call, body, request), stream=body.stream)
     except NotFound:
         raise missing(previous) from None

@@ -124,7 +124,6 @@ class Call:
     nested whether errors have OpenAI's form
     caller name of the API key it came with, else OWNER
     given_id the caller's own X-Request-Id, "" without one
-    undo   order to the sessions that is given when the call ends, for what was done before an answer that then failed
     """
 
     site: "Site"
@@ -146,7 +145,6 @@ class Call:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     ticket: Ticket | None = None
-    undo: Action | None = None
 
     @property
     def config(self) -> Config:
@@ -445,9 +443,6 @@ class Site:
 
     def finished(self, call: Call, how: str = "done") -> None:
         """Note the end of a call."""
-        if call.undo is not None:
-            with contextlib.suppress(RwkvBatchError):
-                self.client.manage(call.undo, lambda _: None)
         seconds = time.monotonic() - call.began
         ticket = call.ticket
         if call.status >= 400:

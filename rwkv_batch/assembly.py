@@ -46,6 +46,7 @@ log = logging.getLogger("rwkv_batch.engine")
 
 CPU_SLOTS, CPU_PREFILL = 64, 256
 GPU_SLOTS, GPU_PREFILL, GPU_BUSY_PREFILL = 320, 4096, 512
+CHECKPOINTS = 2  # states that a turn of a session holds beside its slot
 STATE_SHARE = 4  # automatic slots take at most this fraction (one in four) of the memory left beside the weights
 MIB = 2**20
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -279,23 +280,30 @@ def plan_memory(
     wkv_dtype: torch.dtype = torch.float32,
     buffers: int = 0,
 ) -> int:
-    """Say what is needed and what is free, and return the number of slots; CheckpointError when it does not fit."""
+    """Say what is needed and what is free, and return the number of slots; CheckpointError when it does not fit.
+
+    Every slot may be a turn of a session: its checkpoints are counted, though a server without sessions does without them.
+    """
     free = free_memory(device)
     weights = shape.count_bytes(dtype)
-    per_slot = slot_bytes(shape, wkv_dtype) + (6 * shape.vocab_size if buffers else 0)  # logits, penalties
+    state = slot_bytes(shape, wkv_dtype)
+    per_slot = state + (6 * shape.vocab_size if buffers else 0)  # logits, penalties
     room = free - weights - buffers
     if not slots:
         wanted = CPU_SLOTS if device.type == "cpu" else GPU_SLOTS
         slots = max(1, min(wanted, room // STATE_SHARE // per_slot))
-    needed = weights + buffers + slots * per_slot
+    checkpoints = slots * CHECKPOINTS * state
+    needed = weights + buffers + slots * per_slot + checkpoints
     log.info(
-        "needs %s MiB: weights %s, %d slots of %.1f MiB; free on %s: %s MiB",
-        f"{needed / MIB:,.0f}", f"{weights / MIB:,.0f}", slots, per_slot / MIB, device, f"{free / MIB:,.0f}",
+        "needs %s MiB: weights %s, %d slots of %.1f MiB, their checkpoints at most %s; free on %s: %s MiB",
+        f"{needed / MIB:,.0f}", f"{weights / MIB:,.0f}", slots, per_slot / MIB, f"{checkpoints / MIB:,.0f}", device,
+        f"{free / MIB:,.0f}",
     )  # fmt: skip
     if needed > free:
         where = "GPU memory" if device.type == "cuda" else "memory"
         raise CheckpointError(
-            f"{name}: needs {needed / MIB:,.0f} MiB of {where} ({slots} slots), only {free / MIB:,.0f} MiB are free"
+            f"{name}: needs {needed / MIB:,.0f} MiB of {where} ({slots} slots, {CHECKPOINTS} checkpoints each),"
+            f" only {free / MIB:,.0f} MiB are free"
         )
     return slots
 

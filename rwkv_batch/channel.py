@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 HIGH_WATER = 1000  # messages held for a peer that does not read: some ten seconds of steps
 SUBMIT_HIGH_WATER = 10_000
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)  # what decoding raises
 
 Event = Progress | Failure
 SessionAnswer = Page | Deleted | Failure
@@ -83,6 +84,18 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     request: Request
     endpoint: str = ""
     given_id: str = ""
+
+
+class RequestId(msgspec.Struct, frozen=True):
+    """What must be readable of a request, so that its owner can be told that the rest is not."""
+
+    id: str
+
+
+class Unreadable(msgspec.Struct, tag="submit", array_like=True, frozen=True):
+    """A `Submit` of which only the id can be read."""
+
+    request: RequestId
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
@@ -171,6 +184,7 @@ ToHttp = Status | Accepted | Batch | Found | Managed | Forgotten
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_unreadable = msgspec.msgpack.Decoder(Unreadable).decode
 decode_to_http = msgspec.msgpack.Decoder(ToHttp).decode
 
 
@@ -347,8 +361,8 @@ class EngineServer:
                 return
             try:
                 message = decode_to_engine(payload)
-            except msgspec.MsgspecError:
-                log.warning("a message that is none was dropped")
+            except UNREADABLE as error:
+                self._refuse(owner, payload, error)
                 continue
             if isinstance(message, Hello):
                 log.debug("HTTP process %d connected", message.pid)
@@ -359,6 +373,14 @@ class EngineServer:
             else:
                 self._peers[owner] = time.monotonic()
                 self._handle(owner, message)
+
+    def _refuse(self, owner: bytes, payload: bytes, error: Exception) -> None:
+        """A message cannot be read: the request that it hands over fails, all else is dropped."""
+        log.warning("a message that cannot be read was dropped: %s", error)
+        with contextlib.suppress(*UNREADABLE):
+            request_id = decode_unreadable(payload).request.id
+            if owner in self._peers:
+                self._send(owner, Batch([], [failure(request_id, EngineFailed("the request could not be read"))]))
 
     def _handle(self, owner: bytes, message: Alive | Submit | Cancel | Ask | Manage) -> None:
         if isinstance(message, Cancel):

@@ -111,36 +111,32 @@ class Controls:
     def start_many(self, slots: Sequence[int], params: Sequence[SamplingParams], choices: Sequence[int]) -> None:
         """Set the controls of slots that sequences take: step 0, no penalties, a fresh seed where none is given.
 
-        One copy to the device for each kind of control, however many slots there are.
+        A few copies to the device, however many slots there are; what follows from a `SamplingParams` is found once for all
+        rows that share the object, as those of a request do.
         """
         if not len(slots) == len(params) == len(choices):
             raise ValueError(f"slots, params and choices differ in length: {len(slots)}, {len(params)}, {len(choices)}")
         if not slots:
             return
-        index = self._copied(slots, torch.int64)
-        for control, values in (
-            (self.temperature, [min(max(p.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE) for p in params]),
-            (self.top_k, [self._top_k(p) for p in params]),
-            (self.top_p, [_top_p(p) for p in params]),
-            (self.alpha_presence, [p.alpha_presence or p.alpha_frequency for p in params]),
-            (self.alpha_frequency, [p.alpha_frequency for p in params]),
-            (self.alpha_decay, [p.alpha_decay for p in params]),
-            (self.noise, [p.noise for p in params]),
-            (self.rule, [RULES.index(p.rule) for p in params]),
-            (self.greedy, [p.greedy for p in params]),
-            (self.penalized, [p.penalized for p in params]),
-            (self.seed, [_signed(secrets.randbits(64) if p.seed is None else p.seed) for p in params]),
-            (self.choice, choices),
-            (self.step, [0] * len(slots)),
-            (self.first_end, [self._first_end(p) for p in params]),
-        ):
-            control.index_copy_(0, index, self._copied(values, control.dtype))
-        biases = [self._bias(p) for p in params]
-        self._start_bias(index, biases)
-        self._start_penalties(index, params)
-        for slot, p, bias in zip(slots, params, biases, strict=True):
-            end_masked = self._first_end(p) > 0
-            self.needs[slot] = Needs(self._way(p), p.penalized, bool(bias), end_masked, p.logprobs)
+        distinct = {id(p): p for p in params}
+        place = {key: number for number, key in enumerate(distinct)}
+        numbers = [place[id(p)] for p in params]
+        controls, biases, needs = zip(*map(self._derive, distinct.values()), strict=True)
+        index, source = self._copied(slots, torch.int64), self._copied(numbers, torch.int64)
+        table = self._copied([list(values.values()) for values in controls], torch.float64)  # exact for all of them
+        for name, column in zip(controls[0], table.index_select(0, source).unbind(1), strict=True):
+            control = getattr(self, name)
+            control.index_copy_(0, index, column.to(control.dtype))
+        fresh = memoryview(secrets.token_bytes(8 * len(slots))).cast("q")
+        seeds = [seed if p.seed is None else _signed(p.seed) for seed, p in zip(fresh, params, strict=True)]
+        self.seed.index_copy_(0, index, self._copied(seeds, torch.int64))
+        self.choice.index_copy_(0, index, self._copied(choices, torch.int64))
+        self.step.index_fill_(0, index, 0)
+        self._start_bias(index, source, biases)
+        if any(need.penalized for need in needs):
+            self._start_penalties(index)
+        for slot, number in zip(slots, numbers, strict=True):
+            self.needs[slot] = needs[number]
             self.host_step[slot] = 0
 
     def advance(self, slots: Tensor, slot_list: Sequence[int]) -> None:
@@ -148,6 +144,24 @@ class Controls:
         self.step.index_add_(0, slots, self._one.expand(len(slot_list)))
         for slot in slot_list:
             self.host_step[slot] += 1
+
+    def _derive(self, params: SamplingParams) -> tuple[dict[str, float], dict[int, float], Needs]:
+        """Return the controls that rows with these parameters share, by name, their logit bias by column, and their needs."""
+        bias, first_end = self._bias(params), self._first_end(params)
+        controls = {
+            "temperature": min(max(params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE),
+            "top_k": self._top_k(params),
+            "top_p": _top_p(params),
+            "alpha_presence": params.alpha_presence or params.alpha_frequency,
+            "alpha_frequency": params.alpha_frequency,
+            "alpha_decay": params.alpha_decay,
+            "noise": params.noise,
+            "rule": RULES.index(params.rule),
+            "greedy": params.greedy,
+            "penalized": params.penalized,
+            "first_end": first_end,
+        }
+        return controls, bias, Needs(self._way(params), params.penalized, bool(bias), first_end > 0, params.logprobs)
 
     def _copied(self, values: Sequence, dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
@@ -178,19 +192,19 @@ class Controls:
                 bias[column] = bias.get(column, 0.0) + value
         return bias
 
-    def _start_bias(self, index: Tensor, biases: list[dict[int, float]]) -> None:
+    def _start_bias(self, index: Tensor, source: Tensor, biases: Sequence[dict[int, float]]) -> None:
+        """Set the bias of slot index[i] to biases[source[i]]."""
         if self.bias_values is not None:
             self.bias_values.index_fill_(0, index, 0)
-        biased = [i for i, bias in enumerate(biases) if bias]
-        if not biased:
+        longest = max(map(len, biases))
+        if not longest:
             return
-        longest = max(len(biases[i]) for i in biased)
         self._widen_bias(longest)
-        index = index.index_select(0, self._copied(biased, torch.int64))
-        padded = [list(biases[i].items()) + [(0, 0.0)] * (longest - len(biases[i])) for i in biased]
-        columns, values = self.bias_columns[:, :longest], self.bias_values[:, :longest]
-        columns.index_copy_(0, index, self._copied([[c for c, _ in row] for row in padded], torch.int64))
-        values.index_copy_(0, index, self._copied([[v for _, v in row] for row in padded], torch.float32))
+        padded = [list(bias.items()) + [(0, 0.0)] * (longest - len(bias)) for bias in biases]
+        columns = self._copied([[c for c, _ in row] for row in padded], torch.int64).index_select(0, source)
+        values = self._copied([[v for _, v in row] for row in padded], torch.float32).index_select(0, source)
+        self.bias_columns[:, :longest].index_copy_(0, index, columns)
+        self.bias_values[:, :longest].index_copy_(0, index, values)
 
     def _widen_bias(self, num_pairs: int) -> None:
         old_width = 0 if self.bias_columns is None else self.bias_columns.shape[1]
@@ -204,9 +218,7 @@ class Controls:
             values[:, :old_width] = self.bias_values
         self.bias_columns, self.bias_values = columns, values
 
-    def _start_penalties(self, index: Tensor, params: Sequence[SamplingParams]) -> None:
-        if not any(p.penalized for p in params):
-            return
+    def _start_penalties(self, index: Tensor) -> None:
         if self.penalties is None:
             self.penalties = torch.zeros(self.num_slots, self.num_columns, dtype=torch.float32, device=self.device)
         self.penalties.index_fill_(0, index, 0)

@@ -5,12 +5,14 @@ import torch
 from models import TINY, random_weights
 
 from rwkv_batch import assembly, kernel_ops, selfcheck
+from rwkv_batch.assembly import MIB
 from rwkv_batch.config import COMPILE_MODE, Config, load
 from rwkv_batch.decode_graphs import buckets_for
-from rwkv_batch.errors import UsageError
+from rwkv_batch.errors import CheckpointError, UsageError
 from rwkv_batch.model import Model
 from rwkv_batch.reference import Rows
 from rwkv_batch.state import State
+from rwkv_batch.weights import ModelShape
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5, 64, 320, 1000, 3000])
@@ -36,6 +38,19 @@ def test_cached_files_leave_room_in_a_container(tmp_path, monkeypatch):
     assert assembly.free_memory(torch.device("cpu")) == 10 * 2**20
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {200 * 2**20}\nactive_file 7\n")
     assert assembly.free_memory(torch.device("cpu")) == 210 * 2**20
+
+
+@pytest.mark.parametrize("buffers", [0, 10 * MIB])
+def test_a_number_of_slots_is_given_only_when_their_checkpoints_fit_too(buffers, monkeypatch):
+    cpu, fp16 = torch.device("cpu"), torch.float16
+    shape = ModelShape(2, 128, 512, 256, 32, 32, 32, 32)
+    per_slot = 3 * assembly.slot_bytes(shape, fp16) + (6 * shape.vocab_size if buffers else 0)
+    free = shape.count_bytes(fp16) + buffers + 100 * per_slot
+    monkeypatch.setattr(assembly, "free_memory", lambda device: free)
+    assert assembly.plan_memory(shape, fp16, cpu, 100, "tiny", fp16, buffers) == 100
+    with pytest.raises(CheckpointError, match="101 slots"):
+        assembly.plan_memory(shape, fp16, cpu, 101, "tiny", fp16, buffers)
+    assert 1 < assembly.plan_memory(shape, fp16, cpu, 0, "tiny", fp16, buffers) < 100
 
 
 def test_planes_are_put_back_in_order():

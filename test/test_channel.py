@@ -292,11 +292,26 @@ def test_an_unknown_peer_is_told_and_garbage_is_dropped(engine, address, client)
     peer = Peer(address)
     peer.send(channel.Submit(request("a")))
     peer.receive(channel.Forgotten)
-    for garbage in (b"", b"\xff" * 100, channel.encode(["submit", {"id": 5}]), channel.encode(["nothing"])):
+    for garbage in (
+        b"",
+        b"\xff" * 100,
+        b"\x92\xa6submit\x81\xa2id\xa1\xff",
+        channel.encode(["submit", {"id": 5}]),
+        channel.encode(["nothing"]),
+    ):
         peer.socket.send(garbage)
     peer.close()
     wait_until(lambda: client.ready)
     assert len(drain(client.submit(request("b")))) == 5
+
+
+def test_a_request_that_cannot_be_read_ends_with_an_error(engine, client):
+    wait_until(lambda: client.ready)
+    other = client.submit(request("a"))
+    (ended,) = drain(client.submit(request("b", max_tokens="five")), 5)
+    assert isinstance(error_of(ended), EngineFailed)
+    assert len(drain(other)) == 5
+    assert client.tickets == {}
 
 
 def test_a_client_that_was_forgotten_comes_back_with_a_new_identity(engine, client):

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import sampling_oracle as oracle
@@ -484,6 +485,33 @@ def test_controls_out_of_range_are_tamed():
     sampled = sample(sampler, spread(30, 1.0).expand(5, -1))
     assert sampled.finite.all()
     assert sampled.ids[0] == sampled.ids[4] == spread(30, 1.0).argmax()
+
+
+class Counted(tuple):
+    """A logit bias that counts how often it is gone through."""
+
+    count = 0
+
+    def __iter__(self):
+        Counted.count += 1
+        return super().__iter__()
+
+
+def test_rows_that_share_their_parameters_start_like_rows_with_their_own():
+    biased = SamplingParams(temperature=0.3, top_k=7, seed=2**63 + 5, logit_bias=Counted([(5, 3.0), (9, -1.0)]), min_tokens=2)
+    other = unpenalized(rule="sequential", top_p=0.9, seed=3, logit_bias=((1, 2.0),), logprobs=2)
+    greedy = unpenalized(temperature=0, seed=4, ignore_eos=True)
+    shared = [greedy, biased, other, biased, greedy, biased]
+    together = started(shared, 20, list(range(6))).controls
+    assert Counted.count == 1
+    apart = started([msgspec.structs.replace(params) for params in shared], 20, list(range(6))).controls
+    assert together.needs == apart.needs
+    for name, control in vars(together).items():
+        if isinstance(control, torch.Tensor):
+            assert torch.equal(control, getattr(apart, name)), name
+    assert together.bias_values[3].tolist()[:3] == [3.0, -1.0, 0.0]
+    assert together.seed.tolist() == [4, 5 - 2**63, 3, 5 - 2**63, 4, 5 - 2**63]
+    assert together.first_end.tolist() == [NEVER, 2, 0, 2, NEVER, 2]
 
 
 def test_logit_bias_by_token_id():

@@ -255,6 +255,53 @@ def test_a_state_that_is_not_finite_is_never_kept(path):
         assert pool.lease().version == 1
 
 
+@pytest.mark.parametrize("durability", ["turn", "shutdown"])
+def test_a_turn_kept_as_another_session_writes_that_one_only(path, durability, monkeypatch):
+    with Pool(path, durability=durability) as pool:
+        pool.turn("a", snapshot(1))
+        with monkeypatch.context() as patch:
+            written = spied_writes(patch, pool.database)
+            one, two = pool.lease("a", kept_as="b", must_exist=True), pool.lease("a", kept_as="c", must_exist=True)
+            assert pool.order(Status()).total == 1, "nothing is there before the turn's end"
+            assert all(same(lease.initial(), snapshot(1)) for lease in (one, two))
+            two.release()
+            assert pool.commit(one, snapshot(2)) == Kept("b", 1, None, 7, durability == "turn")
+            assert written == (["b"] if durability == "turn" else [])
+        assert same(pool.state("a"), snapshot(1))
+        assert same(pool.state("b"), snapshot(2))
+        assert pool.state("c") is None
+        taken = pool.lease("a", kept_as="b")
+        with pytest.raises(Conflict) as caught:
+            pool.commit(taken, snapshot(3))
+        assert caught.value.code == "session_exists"
+        with pytest.raises(NotFound):
+            pool.lease("nothing", kept_as="d", must_exist=True)
+    with Pool(path) as pool:
+        assert same(pool.state("b"), snapshot(2))
+        assert pool.order(Status()).total == 2
+
+
+def spied_writes(patch: pytest.MonkeyPatch, database: SessionDatabase) -> list[str]:
+    """The names of the sessions that are written from now on."""
+    names: list[str] = []
+    write = database.write
+    patch.setattr(database, "write", lambda turns: names.extend(turn.name for turn in turns) or write(turns))
+    return names
+
+
+def test_a_turn_kept_as_another_session_outlives_the_first_but_not_its_own(path):
+    with Pool(path) as pool:
+        pool.turn("a", snapshot(1))
+        kept, deleted = pool.lease("a", kept_as="b"), pool.lease("a", kept_as="c")
+        pool.order(Delete(name="c"))
+        assert pool.order(Delete(name="a")).found
+        assert (kept.revoked, deleted.revoked) == (False, True)
+        assert pool.commit(kept, snapshot(2)).name == "b"
+        with pytest.raises(Conflict):
+            pool.commit(deleted, snapshot(3))
+        assert [entry.name for entry in pool.order(Status()).sessions] == ["b"]
+
+
 def test_nodes_of_a_dialogue(path):
     with Pool(path) as pool:
         with pytest.raises(NotFound, match=r"^State not found for dialogue_idx=4$"):
