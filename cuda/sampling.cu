@@ -304,6 +304,16 @@ template <class T>
 struct alignas(16) Eight {
     T x[8];
 };
+// The same on their way from memory, in whole registers: eight halves would be taken apart, and so waited for, at once.
+template <class T>
+struct alignas(16) Packed {
+    uint32_t words[2 * sizeof(T)];
+    __device__ __forceinline__ Eight<T> unpack() const {
+        Eight<T> e;
+        memcpy(&e, words, sizeof(e));
+        return e;
+    }
+};
 template <class T>
 __device__ __forceinline__ T minus_infinity() {
     if constexpr (sizeof(T) == 4) {
@@ -380,6 +390,13 @@ struct Row {
         if (vector < whole) return *reinterpret_cast<const Eight<T>*>(logits + first);
         return fetch_slowly(logits, first, a.num_columns);
     }
+    __device__ __forceinline__ Packed<T> fetch_packed(int vector) const {
+        if (vector < whole) return *reinterpret_cast<const Packed<T>*>(logits + 8 * vector);
+        const Eight<T> e = fetch_slowly(logits, 8 * vector, a.num_columns);
+        Packed<T> packed;
+        memcpy(packed.words, &e, sizeof(e));
+        return packed;
+    }
     // Bits of the columns of a vector that cannot be sampled.
     __device__ __forceinline__ unsigned hidden(int vector) const {
         const bool inside = a.allowed && 8 * vector < a.num_columns;
@@ -423,28 +440,28 @@ struct Row {
             for (int j = 0; j < 8; j++) v[j] -= q[j];
         }
     }
-    // Call f(part, values) for those of a warp's parts for which wanted(part) says so; the next one is on its way meanwhile.
+    // Call f(part, values) for those of a warp's parts for which wanted(part) says so; the next two are on their way meanwhile.
     template <class Wanted, class F>
     __device__ __forceinline__ void sweep(int first, int step, Wanted wanted, F f) const {
         const int lane = threadIdx.x % LANES;
-        const auto next_from = [&](int part) {
-            while (part < num_parts() && !wanted(part)) part += step;
-            return part;
+        int next = first - step, parts[2];
+        Packed<T> raw[2];
+        const auto start = [&](int i) {
+            do next += step;
+            while (next < num_parts() && !wanted(next));
+            parts[i] = next;
+            if (next < num_parts()) raw[i] = fetch_packed(next * LANES + lane);
         };
-        int part = next_from(first);
-        if (part >= num_parts()) return;
-        Eight<T> raw = fetch(part * LANES + lane);
+        start(0), start(1);
 #pragma unroll 1
-        while (true) {
-            const int next = next_from(part + step);
-            const bool more = next < num_parts();
-            Eight<T> ahead = raw;
-            if (more) ahead = fetch(next * LANES + lane);
+        while (parts[0] < num_parts()) {
+            const int part = parts[0];
+            const Packed<T> now = raw[0];
+            parts[0] = parts[1], raw[0] = raw[1];
+            start(1);
             float v[8];
-            finish(part * LANES + lane, raw, v);
+            finish(part * LANES + lane, now.unpack(), v);
             f(part, v);
-            if (!more) return;
-            part = next, raw = ahead;
         }
     }
 
@@ -1194,26 +1211,25 @@ __device__ __noinline__ void stage_window(const R row, const Softmax softmax, Sh
     const int lane = threadIdx.x % LANES;
     const float high = sh.window.high, low = fmaxf(sh.window.low, -FLT_MAX);
     int num_above = 0;
-    const auto wanted = [&](int part) {
-        const bool some = value_of(sh.part_keys[row.place_of(part)]) >= low;
-        if (!some && lane == 0) to.above[part] = 0, to.staged_at[part] = 0;
-        return some;
-    };
-    row.sweep(first_part, step, wanted, [&](int part, const float(&v)[8]) {
+#pragma unroll 1
+    for (int part = first_part; part < row.num_parts(); part += step) {
         float above = 0;
-        unsigned inside = 0;
+        uint32_t staged = 0;
+        if (value_of(sh.part_keys[row.place_of(part)]) >= low) {
+            float v[8];
+            unsigned inside = 0;
+            row.load(part, v);
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            if (v[j] > high) {
-                above += softmax.weight(v[j]), num_above++;
-            } else if (v[j] >= low) {
-                inside |= 1u << j;
+            for (int j = 0; j < 8; j++) {
+                const float weight = softmax.weight(v[j]);
+                above += v[j] > high ? weight : 0.f, num_above += v[j] > high;
+                inside |= unsigned(v[j] <= high && v[j] >= low) << j;
             }
+            above = lane_sum(above);
+            staged = stage(to, inside, v);
         }
-        above = lane_sum(above);
-        const uint32_t staged = stage(to, inside, v);
         if (lane == 0) to.above[part] = above, to.staged_at[part] = staged;
-    });
+    }
     num_above = lane_add(num_above);
     if (lane == 0) atomicAdd(&to.num_above, num_above);
 }
@@ -1270,14 +1286,17 @@ __device__ __noinline__ void search(const R row, const Softmax softmax, float k,
         const Scale scale(low, high);
         for (int i = t; i < BUCKETS; i += num_threads()) sh.histogram[i] = 0;
         __syncthreads();
-        row.sweep(first_part, step, [&](int part) { return Scale::bucket(scale.place(value_of(sh.part_keys[row.place_of(part)]))) < BUCKETS; },
-                  [&](int, const float(&v)[8]) {
+#pragma unroll 1
+        for (int part = first_part; part < num_parts; part += step) {
+            if (Scale::bucket(scale.place(value_of(sh.part_keys[row.place_of(part)]))) >= BUCKETS) continue;
+            float v[8];
+            row.load(part, v);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 const unsigned bucket = unsigned(Scale::bucket(scale.place(v[j])));
                 if (bucket < BUCKETS && v[j] >= lowest && v[j] <= high) atomicAdd(&sh.histogram[bucket], 1u);
             }
-        });
+        }
         sync();
         if (rank == 0) bound_window(softmax, scale, k, p, num_above, mass_above, round == 0 && !(p < INFINITY), size);
         sync();
@@ -1391,7 +1410,7 @@ __device__ __noinline__ int noisy_argmax(const R row, const Softmax softmax) {
     const float least = __fdiv_rn(softmax.top, temperature) + (gumbel ? GUMBEL_MIN : 0.f);
     if (threadIdx.x == 0) sh.found = key_of(least - 1e-6f * fabsf(least)), sh.column = NONE;
     __syncthreads();
-    const auto found = [&] { return value_of(__shfl_sync(ALL, lane == 0 ? atomicMax(&sh.found, 0u) : 0u, 0, LANES)); };
+    const auto found = [&] { return value_of(__shfl_sync(ALL, *static_cast<volatile uint32_t*>(&sh.found), 0, LANES)); };
     float own = -INFINITY;
     int own_column = NONE;
     const auto try_four = [&](bool mine, const Queued& four) {

@@ -6,6 +6,7 @@ compute-sanitizer --tool racecheck --error-exitcode 1 python test/sanitize_sampl
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -31,21 +32,28 @@ CONTROLS = [
 
 def main() -> None:
     """Launch rows of all controls on logits of several types, sizes, alignments and characters."""
-    params = [SamplingParams(**controls, alpha_presence=0.5 * (i % 2), seed=i) for i, controls in enumerate(CONTROLS * 2)]
+    types = (torch.float16, torch.bfloat16, torch.float32)
+    for shape in ((256, 256), (1003, 1008), (9999, 9999), (65536, 65536)):
+        launch(2, *shape, types)  # few rows: several blocks for each
+    launch(8, 9999, 9999, types[:1])  # a block for each
+
+
+def launch(copies: int, num_columns: int, stride: int, types: Sequence[torch.dtype]) -> None:
+    """Sample twice from rows of all controls, so many times over."""
+    params = [SamplingParams(**controls, alpha_presence=0.5 * (i % 2), seed=i) for i, controls in enumerate(CONTROLS * copies)]
     num_rows, lib = len(params), library(0)
     slots = torch.arange(num_rows, device="cuda")
-    for num_columns, stride in ((256, 256), (1003, 1008), (9999, 9999), (65536, 65536)):
-        allowed = torch.rand(num_columns, generator=torch.Generator().manual_seed(1)) < 0.9
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            sampler = RapidSampler(num_rows, torch.arange(num_columns), "cuda", lib, allowed=allowed)
-            sampler.start_many(list(range(num_rows)), params, [0] * num_rows)
-            for scale in (3.0, 0.0):  # of noise, and all equal
-                logits = (torch.randn(num_rows, stride, device="cuda") * scale).to(dtype)[:, :num_columns]
-                logits[3, 5] = float("nan")
-                sampled = sampler.sample(logits, slots.masked_fill(slots == 7, -1))
-            assert sampled.finite.tolist() == [row != 3 for row in range(num_rows)]
+    allowed = torch.rand(num_columns, generator=torch.Generator().manual_seed(1)) < 0.9
+    for dtype in types:
+        sampler = RapidSampler(num_rows, torch.arange(num_columns), "cuda", lib, allowed=allowed)
+        sampler.start_many(list(range(num_rows)), params, [0] * num_rows)
+        for scale in (3.0, 0.0):  # of noise, and all equal
+            logits = (torch.randn(num_rows, stride, device="cuda") * scale).to(dtype)[:, :num_columns]
+            logits[3, 5] = float("nan")
+            sampled = sampler.sample(logits, slots.masked_fill(slots == 7, -1))
+        assert sampled.finite.tolist() == [row != 3 for row in range(num_rows)]
     torch.cuda.synchronize()
-    print("launched", sampler.controls.step.tolist())
+    print("launched", num_columns, sampler.controls.step.tolist())
 
 
 if __name__ == "__main__":
