@@ -546,6 +546,7 @@ struct Row {
                 for (int j = 0; j < 8; j++) mass += exp2_of(__fmaf_rn(v[j], scale, -most));
                 mass = lane_sum(mass) * exp2_of(-__fmaf_rn(high, scale, -most));  // for the rounding of `most`
             }
+            if (SPECIAL) __syncwarp();  // all have read sh.special
             if (lane < size) {
                 to->part_keys[place_of(part)] = key;
                 to->part_masses[place_of(part)] = mass;
@@ -1276,7 +1277,7 @@ __device__ __noinline__ void search(const R row, const Softmax softmax, float k,
         sync();
         if (rank == 0) {
             try_window(row, softmax, k, p);
-            if (t < size) (t ? remote(&sh, t) : &sh)->window.result = sh.window.result;
+            if (t && t < size) remote(&sh, t)->window.result = sh.window.result;
         }
         sync();
         if (sh.window.result != REFINE) return;
@@ -1410,11 +1411,11 @@ __device__ __noinline__ int noisy_argmax(const R row, const Softmax softmax) {
     const float least = __fdiv_rn(softmax.top, temperature) + (gumbel ? GUMBEL_MIN : 0.f);
     if (threadIdx.x == 0) sh.found = key_of(least - 1e-6f * fabsf(least)), sh.column = NONE;
     __syncthreads();
-    const auto found = [&] { return value_of(__shfl_sync(ALL, *static_cast<volatile uint32_t*>(&sh.found), 0, LANES)); };
+    const auto found = [&] { return value_of(__shfl_sync(ALL, lane == 0 ? atomicMax(&sh.found, 0u) : 0u, 0, LANES)); };
+    float best = 0;  // the largest found, as of the part before
     float own = -INFINITY;
     int own_column = NONE;
     const auto try_four = [&](bool mine, const Queued& four) {
-        const float best = found();
         uint32_t words[4] = {0, 0, 0, 0};
         if (in_fours) {
             const uint4 all = controls.column_numbers(uint32_t((first_id + four.first) / 4));
@@ -1449,7 +1450,7 @@ __device__ __noinline__ int noisy_argmax(const R row, const Softmax softmax) {
     int queued = 0;
     float bar = -INFINITY;
     const auto wanted = [&](int part) {
-        const float best = found();
+        best = found();
         bar = (best - reach) * temperature - 1e-5f * (fabsf(best) + reach) * temperature;  // with room for rounding
         return value_of(sh.part_keys[row.place_of(part)]) >= bar;
     };
@@ -1562,6 +1563,7 @@ __device__ __forceinline__ int filtered_draw(const R& row, const Softmax& softma
                 cut = cut_searched(row, softmax, k, p);
                 if (t == 0) sh.num_staged = 0;
                 const int blocks = alone ? 1 : row.size;
+                __syncwarp();  // all have read the window
                 if (t < blocks) {
                     Window& to = (t ? remote(&sh, t) : &sh)->window;
                     to.low = cut.theta, to.mass_above = cut.mass_at_least;
