@@ -22,6 +22,7 @@
 namespace rwkv {
 
 constexpr int MIN_THREADS = 256, MAX_THREADS = 768;  // of a block; more would leave them too few registers
+constexpr int DENSE_BLOCKS = 4;       // of MIN_THREADS on a multiprocessor
 constexpr int PART = 8 * LANES;       // columns: a vector of eight for each lane
 constexpr int MAX_PARTS = 512;
 constexpr int MAX_BLOCKS = 8;         // of a cluster
@@ -38,6 +39,7 @@ constexpr float MARGIN = 4.5f;   // and trusts what it saw to so many standard d
 constexpr float SAMPLE_UNITS = 1 << 28;
 constexpr uint32_t EXACT = 1 << 16;  // a histogram's count of columns that stand for themselves
 constexpr int MAX_SEARCHES = 32;
+constexpr int SWEPT = 2;  // parts that are on their way while one is worked on
 constexpr float ROUNDER = 1 << 23;  // added to a float, leaves the nearest whole number in its low bits
 constexpr float DOUBT = 1e-5f;      // relative error of sums, generously
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
@@ -440,25 +442,27 @@ struct Row {
             for (int j = 0; j < 8; j++) v[j] -= q[j];
         }
     }
-    // Call f(part, values) for those of a warp's parts for which wanted(part) says so; the next two are on their way meanwhile.
+    // Call f(part, values) for those of a warp's parts for which wanted(part) says so; the next SWEPT are on their way meanwhile.
     template <class Wanted, class F>
     __device__ __forceinline__ void sweep(int first, int step, Wanted wanted, F f) const {
         const int lane = threadIdx.x % LANES;
-        int next = first - step, parts[2];
-        Packed<T> raw[2];
+        int next = first - step, parts[SWEPT];
+        Packed<T> raw[SWEPT];
         const auto start = [&](int i) {
             do next += step;
             while (next < num_parts() && !wanted(next));
             parts[i] = next;
             if (next < num_parts()) raw[i] = fetch_packed(next * LANES + lane);
         };
-        start(0), start(1);
+#pragma unroll
+        for (int i = 0; i < SWEPT; i++) start(i);
 #pragma unroll 1
         while (parts[0] < num_parts()) {
             const int part = parts[0];
             const Packed<T> now = raw[0];
-            parts[0] = parts[1], raw[0] = raw[1];
-            start(1);
+#pragma unroll
+            for (int i = 1; i < SWEPT; i++) parts[i - 1] = parts[i], raw[i - 1] = raw[i];
+            start(SWEPT - 1);
             float v[8];
             finish(part * LANES + lane, now.unpack(), v);
             f(part, v);
@@ -1222,9 +1226,11 @@ __device__ __noinline__ void stage_window(const R row, const Softmax softmax, Sh
             row.load(part, v);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
-                const float weight = softmax.weight(v[j]);
-                above += v[j] > high ? weight : 0.f, num_above += v[j] > high;
-                inside |= unsigned(v[j] <= high && v[j] >= low) << j;
+                if (v[j] > high) {
+                    above += softmax.weight(v[j]), num_above++;
+                } else if (v[j] >= low) {
+                    inside |= 1u << j;
+                }
             }
             above = lane_sum(above);
             staged = stage(to, inside, v);
@@ -1542,8 +1548,9 @@ __device__ __forceinline__ int filtered_draw(const R& row, const Softmax& softma
             if (t < LANES) {
                 if (cut_by(joint, k, share, o.mass, 0, 0.f, cut) || complete) {
                     column = draw_listed(row, cut.theta, cut.edge(softmax, k, mass_of(share, o.mass), !joint));
-                } else if (t == 0) {
-                    sh.num_listed = NONE;
+                } else {
+                    __syncwarp();  // all have read it
+                    if (t == 0) sh.num_listed = NONE;
                 }
             }
             if (complete) return column;
@@ -1585,8 +1592,9 @@ __device__ __forceinline__ int filtered_draw(const R& row, const Softmax& softma
     return draw_searched(row, softmax, cut.theta, cut.edge(softmax, k, p, !joint), sh.window.result == TIES);
 }
 
-template <class T>
-__global__ void __launch_bounds__(MAX_THREADS) sample_kernel(const __grid_constant__ SampleArgs a, const bool aligned) {
+// DENSE: with fewer registers, so that more blocks of the least size share a multiprocessor.
+template <class T, bool DENSE>
+__global__ void __launch_bounds__(DENSE ? MIN_THREADS : MAX_THREADS, DENSE ? DENSE_BLOCKS : 1) sample_kernel(const __grid_constant__ SampleArgs a, const bool aligned) {
     Shared& sh = shared();
     const int t = threadIdx.x, size = cluster_size(), rank = cluster_rank(), index = int(blockIdx.x) / size;
     int shift = 0;
@@ -1658,33 +1666,42 @@ __global__ void __launch_bounds__(MAX_THREADS) sample_kernel(const __grid_consta
     }
 }
 
-template <class T>
-static cudaError_t start(const SampleArgs& a, int blocks, int threads, cudaStream_t stream) {
+// How a launch is shaped.
+struct Layout {
+    int blocks = 1, threads = MIN_THREADS;  // blocks that share a row
+    bool dense = false;
+};
+
+template <class T, bool DENSE>
+static cudaError_t start(const SampleArgs& a, const Layout& layout, cudaStream_t stream) {
     const bool aligned = a.stride * sizeof(T) % 16 == 0 && reinterpret_cast<uintptr_t>(a.logits) % 16 == 0;
+    const auto kernel = sample_kernel<T, DENSE>;
 #ifdef RWKV_HIP
-    sample_kernel<T><<<a.num_rows, threads, 0, stream>>>(a, aligned);
+    kernel<<<a.num_rows, layout.threads, 0, stream>>>(a, aligned);
     return cudaGetLastError();
 #else
-    cudaFuncSetAttribute(sample_kernel<T>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {unsigned(blocks), 1, 1};
-    cudaLaunchConfig_t config = {dim3(a.num_rows * blocks), dim3(threads), 0, stream, &cluster, blocks > 1 ? 1u : 0u};
-    return cudaLaunchKernelEx(&config, sample_kernel<T>, a, aligned);
+    cluster.val.clusterDim = {unsigned(layout.blocks), 1, 1};
+    const dim3 grid(a.num_rows * layout.blocks), block(layout.threads);
+    cudaLaunchConfig_t config = {grid, block, 0, stream, &cluster, layout.blocks > 1 ? 1u : 0u};
+    return cudaLaunchKernelEx(&config, kernel, a, aligned);
 #endif
 }
 
-// Blocks that share a row, and their threads: so that every multiprocessor has as many threads as it has registers for.
-static cudaError_t shape_of(int num_rows, int& blocks, int& threads) {
-    blocks = 1, threads = MIN_THREADS;
+// Few rows: so that every multiprocessor has as many threads as it has registers for. Many: so that they take few rounds.
+static cudaError_t layout_for(int num_rows, Layout& layout) {
 #ifndef RWKV_HIP
-    int device = 0, major = 0, num_processors = 0;
+    int device = 0, major = 0, processors = 0;
     if (cudaError_t error = cudaGetDevice(&device)) return error;
     if (cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return error;
-    if (cudaError_t error = cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, device)) return error;
-    while (2 * threads <= MAX_THREADS && 2 * threads * num_rows <= MAX_THREADS * num_processors) threads *= 2;
+    if (cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return error;
+    while (2 * layout.threads <= MAX_THREADS && 2 * layout.threads * num_rows <= MAX_THREADS * processors) layout.threads *= 2;
     if (major >= 9)
-        while (blocks < MAX_BLOCKS && 2 * blocks * num_rows <= num_processors) blocks *= 2;
+        while (layout.blocks < MAX_BLOCKS && 2 * layout.blocks * num_rows <= processors) layout.blocks *= 2;
+    const auto rounds = [&](int blocks) { return (num_rows + blocks * processors - 1) / (blocks * processors); };
+    layout.dense = layout.threads == MIN_THREADS && rounds(DENSE_BLOCKS) < rounds(MAX_THREADS / MIN_THREADS);
 #endif
     return cudaSuccess;
 }
@@ -1696,12 +1713,13 @@ RWKV_EXPORT int rwkv_sample(const rwkv::SampleArgs* args, cudaStream_t stream) {
     const rwkv::SampleArgs& a = *args;
     if (a.num_rows == 0) return cudaSuccess;
     if (a.num_columns > rwkv::PART * rwkv::MAX_PARTS) return cudaErrorInvalidValue;
-    int blocks, threads;
-    if (cudaError_t error = rwkv::shape_of(a.num_rows, blocks, threads)) return error;
+    rwkv::Layout layout;
+    if (cudaError_t error = rwkv::layout_for(a.num_rows, layout)) return error;
     switch (a.type) {
-        case rwkv::FP32: return rwkv::start<float>(a, blocks, threads, stream);
-        case rwkv::FP16: return rwkv::start<__half>(a, blocks, threads, stream);
-        case rwkv::BF16: return rwkv::start<__nv_bfloat16>(a, blocks, threads, stream);
+        case rwkv::FP32: return rwkv::start<float, false>(a, layout, stream);
+        case rwkv::FP16:
+            return layout.dense ? rwkv::start<__half, true>(a, layout, stream) : rwkv::start<__half, false>(a, layout, stream);
+        case rwkv::BF16: return rwkv::start<__nv_bfloat16, false>(a, layout, stream);
         default: return cudaErrorInvalidValue;
     }
 }
