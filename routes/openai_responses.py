@@ -8,7 +8,7 @@ from pydantic import Field, PrivateAttr, field_validator
 
 from routes.openai import answer_with
 from routes.openai_answers import Answer, new_id
-from routes.openai_schemas import GenerationBody, read
+from routes.openai_schemas import GenerationBody, at_most, read
 from routes.reply import DONE, Call, Plain, dumps, error_document, json_reply
 from routes.reply import Answer as Stream
 from routes.schemas import MAX_ID, Message, Texts
@@ -22,7 +22,7 @@ from rwkv_batch.sessions import Delete, Session
 
 TAIL = "Assistant:"  # without a thought
 PREFIX = "resp"
-MAX_METADATA = 16
+MAX_METADATA = 16  # as OpenAI allows
 
 
 class Item(Message):
@@ -44,7 +44,7 @@ class ResponseBody(GenerationBody):
     max_tokens: int = Field(1024, ge=0, le=MAX_ID)
     top_k: int = Field(50, ge=-1, le=MAX_ID)
     store: bool = True
-    metadata: dict[str, str] = Field(default_factory=dict)
+    metadata: Annotated[dict[str, str], at_most(MAX_METADATA)] = Field(default_factory=dict)
     text: dict[str, Any] = Field(default_factory=dict)
     reasoning: dict[str, Any] = Field(default_factory=dict)
     include: Texts = Field(default_factory=list)
@@ -60,14 +60,6 @@ class ResponseBody(GenerationBody):
         """A text is a user's message, alone or in a list."""
         items = [value] if isinstance(value, str) else value
         return [{"content": item} if isinstance(item, str) else item for item in items] if isinstance(items, list) else items
-
-    @field_validator("metadata", mode="before")
-    @classmethod
-    def bound_metadata(cls, value: Any) -> Any:
-        """As many as OpenAI allows."""
-        if isinstance(value, dict) and len(value) > MAX_METADATA:
-            raise ValueError(f"at most {MAX_METADATA} entries")
-        return value
 
     @property
     def own_id(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
 
 from routes.schemas import (
     DEFAULT_STOPS,
@@ -85,7 +85,7 @@ IGNORED = {
     "include", "truncation", "background", "text", "priority", "prediction", "request_id",
 }  # fmt: skip
 MAX_NOTED = 256
-MAX_BIASES = 65536
+MAX_BIASES = 65536  # the setting is lower
 noted: set[str] = set()  # unknown fields that were logged
 
 THINK_TYPES = {
@@ -93,6 +93,17 @@ THINK_TYPES = {
     "en": "en", "enShort": "enShort", "en_short": "enShort", "enLong": "enLong", "en_long": "enLong",
 }  # fmt: skip
 EFFORTS = {"none": "fast", "minimal": "fast", "low": "enShort", "medium": "free", "high": "enLong", "xhigh": "enLong"}
+
+
+def at_most(number: int) -> BeforeValidator:
+    """Refuse a mapping of more entries, before they are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > number:
+            raise ValueError(f"at most {number} entries")
+        return value
+
+    return BeforeValidator(check)
 
 
 def read(kind: type[SomeBody], data: dict[str, Any]) -> SomeBody:
@@ -133,7 +144,7 @@ class GenerationBody(PromptsBody):
     frequency_penalty: float | None = Field(None, ge=-100, le=100)
     stop: list[int | str] = Field(default_factory=list)
     stop_token_ids: Ids = Field(default_factory=list, max_length=MAX_STOPS)
-    logit_bias: dict[int, float] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[int, float], at_most(MAX_BIASES)] = Field(default_factory=dict)
     n: int = Field(1, ge=1, le=MAX_ID)
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     chunk_size: int = Field(1, ge=1, le=1_048_576)
@@ -143,14 +154,6 @@ class GenerationBody(PromptsBody):
     def read_stop(cls, value: Any) -> Any:
         """As `stop_tokens`."""
         return cls.read_stops(value)
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def bound_entries(cls, value: Any) -> Any:
-        """So many that they are refused before they are looked at; the setting is lower."""
-        if isinstance(value, dict) and len(value) > MAX_BIASES:
-            raise ValueError(f"at most {MAX_BIASES} entries")
-        return value
 
     @field_validator("logit_bias")
     @classmethod
