@@ -348,8 +348,9 @@ template <int BM, int BN>
 constexpr Variant variant() {
     return {BM, BN, gemm<BM, BN>};
 }
-const Variant VARIANTS[] = {variant<64, 8>(),   variant<64, 16>(),   variant<64, 32>(),   variant<64, 64>(),
-                            variant<64, 128>(), variant<128, 128>(), variant<128, 160>(), variant<128, 256>()};
+const Variant VARIANTS[] = {variant<64, 8>(),   variant<64, 16>(),  variant<64, 32>(),  variant<64, 64>(),
+                            variant<64, 128>(), variant<128, 8>(),  variant<128, 16>(), variant<128, 32>(),
+                            variant<128, 64>(), variant<128, 128>(), variant<128, 160>(), variant<128, 256>()};
 
 // How a product is cut up: the boxes of the maps, and see the top of the file.
 struct Cut {

@@ -1,4 +1,4 @@
-// The matrix products that no library does well: few tokens, the low-rank pairs, and the sparse half of the channel mix.
+// The matrix products that no library does well: few tokens, and the low-rank pairs. Those of sparse tokens: sparse.cu.
 //
 // All products are out[n, j] = activation(bias[j] + sum_k x[n, k] weight[j, k]) with fp16 operands and fp32 sums, several
 // matrices to a launch. Sums have a fixed order that depends on the shapes alone, so a token's result depends neither on the
@@ -8,7 +8,6 @@
 //   few_ranks       up to 16 tokens, K up to 512
 //   many_tokens     more than 16 tokens (Hopper); low-rank pairs of many more: grouped.cu
 //   few_tokens      all other cases
-//   sparse_project  the sparse half of the channel mix
 //
 // Split sums are put together inside a cluster of blocks, in the order of their ranks. Devices without clusters do not split.
 // Programmatic dependent launch: weights are fetched before griddepcontrol.wait, all else is touched after it.
@@ -27,48 +26,6 @@ constexpr int ROWS = 8;    // of the weights, to a tile of the kernels for few t
 constexpr int STEP = 32;   // values of k that four lanes read with one 16-byte load each
 constexpr int WARPS = 8;   // that multiply, to a block of these kernels
 constexpr int MAX_FEW = 16;  // tokens
-constexpr int CLUSTER = 8;
-
-#if __CUDA_ARCH__ >= 900
-// Store into the shared memory of a block of the cluster, where the bytes count towards its `barrier`.
-__device__ __forceinline__ void send(float* to, float value, uint64_t* barrier, int rank) {
-    asm volatile(
-        "{ .reg .b32 to, barrier;\n"
-        "mapa.shared::cluster.u32 to, %0, %3;\n"
-        "mapa.shared::cluster.u32 barrier, %2, %3;\n"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %1, [barrier]; }" ::"r"(shared_address(to)),
-        "r"(__float_as_int(value)), "r"(shared_address(barrier)), "r"(rank)
-        : "memory");
-}
-#endif
-
-// Weights pass by once: they stay out of L1.
-__device__ __forceinline__ uint4 load_weights(const __half* p) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p));
-    return v;
-}
-
-// The same, or zeros when not `wanted`; no branch, so that many are under way at once.
-__device__ __forceinline__ uint4 load_weights_if(const __half* p, bool wanted) {
-    uint4 v;
-    asm volatile(
-        "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0;\n"
-        "mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
-        "@wanted ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-        : "l"(p), "r"(int(wanted)));
-    return v;
-}
-
-// c [16, 8] += a [16, 16] b [16, 8].
-__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 constexpr int DEPTH = 8;  // loads that a lane keeps in flight
 
@@ -178,43 +135,48 @@ __global__ __launch_bounds__(WARPS * LANES, 3) void few_tokens(const __grid_cons
     }
 }
 
-// Products with short sums: a warp has a whole tile of 8 rows and asks for all its weights at once.
+// Products with short sums: a warp has a whole tile of 8 rows and asks for all its weights at once; a block's 8 tiles are of one
+// product and share its x.
 constexpr int MAX_RANK_STEPS = 16;
+constexpr int RANK_PITCH = MAX_RANK_STEPS * STEP + 32;  // halves between tokens: fragments then meet no bank twice
 
 template <int HALVES>
 __global__ __launch_bounds__(WARPS * LANES) void few_ranks(const __grid_constant__ Products all) {
+    constexpr int TOKENS = 8 * HALVES, THREADS = WARPS * LANES / TOKENS;  // to a token, that fetch it
+    __shared__ __align__(16) __half staged[TOKENS][RANK_PITCH];
     release_next();
     const int lane = threadIdx.x % LANES, group = lane / 4, quarter = lane % 4;
-    const int tile = blockIdx.x * WARPS + threadIdx.x / LANES;
-    const int i = all.of(tile);
+    const int i = all.of(blockIdx.x);
     const Product& p = all.item[i];
-    const int first_row = (tile - all.first_tile[i]) * ROWS, width = tile < all.tiles ? p.width : 0;
+    const int first_row = (blockIdx.x - all.first_tile[i]) * ROWS * WARPS + threadIdx.x / LANES * ROWS, width = p.width;
     const __half* row = p.weight + int64_t(min(first_row + group, p.rows - 1)) * width + 8 * quarter;
     uint4 w[MAX_RANK_STEPS];
 #pragma unroll
     for (int s = 0; s < MAX_RANK_STEPS; s++) w[s] = load_weights_if(row + s * STEP, s * STEP < width);
     const int out_row = first_row + 2 * quarter;
-    const float bias[2] = {width ? bias_of(p, out_row) : 0.f, width ? bias_of(p, out_row + 1) : 0.f};
+    const float bias[2] = {bias_of(p, out_row), bias_of(p, out_row + 1)};
     wait_for_previous();
-    if (width == 0) return;
+    const int token = threadIdx.x / THREADS;
+    uint4 x[MAX_RANK_STEPS * STEP / 8 / THREADS];
+#pragma unroll
+    for (int j = 0; j < MAX_RANK_STEPS * STEP / 8 / THREADS; j++) {
+        const int k = (j * THREADS + threadIdx.x % THREADS) * 8;
+        x[j] = make_uint4(0, 0, 0, 0);
+        if (token < all.num_tokens && k < width) x[j] = *reinterpret_cast<const uint4*>(p.x + int64_t(token) * p.x_stride + k);
+    }
+#pragma unroll
+    for (int j = 0; j < MAX_RANK_STEPS * STEP / 8 / THREADS; j++)
+        *reinterpret_cast<uint4*>(&staged[token][(j * THREADS + threadIdx.x % THREADS) * 8]) = x[j];
+    __syncthreads();
     float sum[4] = {};
 #pragma unroll
-    for (int first = 0; first < MAX_RANK_STEPS; first += 4) {
-        if (first * STEP >= width) break;
-        uint4 a[4][2] = {};
+    for (int s = 0; s < MAX_RANK_STEPS; s++) {
+        if (s * STEP >= width) break;
+        uint4 a[2] = {};
 #pragma unroll
-        for (int s = 0; s < 4; s++)
-#pragma unroll
-            for (int h = 0; h < HALVES; h++)
-                if (group + 8 * h < all.num_tokens && (first + s) * STEP < width)
-                    a[s][h] = *reinterpret_cast<const uint4*>(p.x + int64_t(group + 8 * h) * p.x_stride + (first + s) * STEP +
-                                                              8 * quarter);
-#pragma unroll
-        for (int s = 0; s < 4; s++) {
-            const uint4 v = w[first + s];
-            mma(sum, a[s][0].x, a[s][1].x, a[s][0].y, a[s][1].y, v.x, v.y);
-            mma(sum, a[s][0].z, a[s][1].z, a[s][0].w, a[s][1].w, v.z, v.w);
-        }
+        for (int h = 0; h < HALVES; h++) a[h] = *reinterpret_cast<const uint4*>(&staged[group + 8 * h][s * STEP + 8 * quarter]);
+        mma(sum, a[0].x, a[1].x, a[0].y, a[1].y, w[s].x, w[s].y);
+        mma(sum, a[0].z, a[1].z, a[0].w, a[1].w, w[s].z, w[s].w);
     }
 #pragma unroll
     for (int h = 0; h < HALVES; h++) {
@@ -459,125 +421,6 @@ __global__ __launch_bounds__(GROUPS * 128) void many_tokens(const __grid_constan
 #endif
 }
 
-// out [N, C] = hidden [N, F] weight [F, C], passing over the units that are off (zero) in a token. Every block has one token:
-// rows that several tokens need come from L2 for all but the first.
-//
-// The blocks of a cluster share the units of 8 * `lanes` columns. A block lists those of its part that are on; its workers, of
-// `lanes` lanes with 8 columns each, deal the list out among themselves.
-constexpr int SPARSE_THREADS = 512, SPARSE_WARPS = SPARSE_THREADS / LANES, AT_ONCE = 8;
-
-__global__ __launch_bounds__(SPARSE_THREADS, 2) void sparse_project(const __half* hidden, const __half* weight, __half* out,
-                                                                    int num_tokens, int units, int width, int lanes, int splits) {
-    __shared__ int2 list[4 * SPARSE_THREADS];  // of units that are on, each with its value as fp32 bits
-    __shared__ int counts[SPARSE_WARPS];
-    __shared__ __align__(16) float parts[SPARSE_WARPS * 256];  // [SPARSE_WARPS, columns]
-    __shared__ float gathered[256];                            // [splits, columns / splits]
-    release_next();
-    const int columns = lanes * 8, each = columns / splits;
-#if __CUDA_ARCH__ >= 900
-    __shared__ uint64_t complete;
-    if (threadIdx.x == 0) {
-        init_barrier(&complete, 1);
-        publish_barriers();
-        expect_bytes(&complete, columns * 4);
-    }
-    cluster_arrive();
-#endif
-    const int workers = SPARSE_THREADS / lanes, worker = threadIdx.x / lanes, lane = threadIdx.x % lanes;
-    const int warp = threadIdx.x / LANES;
-    const int rank = blockIdx.x % splits, token = blockIdx.x / splits % num_tokens, block = blockIdx.x / splits / num_tokens;
-    const int share = ((units + splits - 1) / splits + 3) / 4 * 4;
-    const int begin = min(rank * share, units), end = min(begin + share, units);
-    const __half* column = weight + (block * lanes + lane) * 8;
-    wait_for_previous();
-
-    float sum[8] = {};
-    for (int round = begin; round < end; round += 4 * SPARSE_THREADS) {
-        const int unit = round + 4 * threadIdx.x;
-        uint2 raw = make_uint2(0, 0);
-        if (unit < end) raw = *reinterpret_cast<const uint2*>(hidden + int64_t(token) * units + unit);
-        const uint32_t value[4] = {raw.x & 0xffff, raw.x >> 16, raw.y & 0xffff, raw.y >> 16};
-        int count = 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++) count += (value[i] & 0x7fff) != 0;
-        int upto = count;
-#pragma unroll
-        for (int d = 1; d < LANES; d *= 2) {
-            const int below = __shfl_up_sync(ALL, upto, d);
-            if (threadIdx.x % LANES >= d) upto += below;
-        }
-        if (round > begin) __syncthreads();  // the list before has been worked through
-        if (threadIdx.x % LANES == LANES - 1) counts[warp] = upto;
-        __syncthreads();
-        int at = upto - count, total = 0;
-#pragma unroll
-        for (int s = 0; s < SPARSE_WARPS; s++) {
-            if (s == warp) at += total;
-            total += counts[s];
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (value[i] & 0x7fff)
-                list[at++] = make_int2(unit + i, __float_as_int(__half2float(__ushort_as_half(uint16_t(value[i])))));
-        __syncthreads();
-        for (int first = 0; first < total; first += AT_ONCE * workers) {
-            uint4 w[AT_ONCE];
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) {
-                const int entry = first + j * workers + worker;
-                w[j] = load_weights_if(column + int64_t(list[min(entry, total - 1)].x) * width, entry < total);
-            }
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) {
-                const int entry = first + j * workers + worker;
-                const float strength = entry < total ? __int_as_float(list[entry].y) : 0.f;
-                const __half2* pairs = reinterpret_cast<const __half2*>(&w[j]);
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    const float2 v = __half22float2(pairs[c]);
-                    sum[2 * c] = fmaf(strength, v.x, sum[2 * c]);
-                    sum[2 * c + 1] = fmaf(strength, v.y, sum[2 * c + 1]);
-                }
-            }
-        }
-    }
-    // Add up the workers: within a warp, then the warps of the block in order, then the blocks of the cluster in order.
-    for (int d = lanes; d < LANES; d *= 2)
-#pragma unroll
-        for (int c = 0; c < 8; c++) sum[c] += __shfl_xor_sync(ALL, sum[c], d);
-    if (threadIdx.x % LANES < lanes) {
-        float4* to = reinterpret_cast<float4*>(parts + warp * columns + lane * 8);
-        to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-        to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-    }
-    __syncthreads();
-#if __CUDA_ARCH__ >= 900
-    cluster_wait();
-#endif
-    if (threadIdx.x < columns) {
-        float total = 0.f;
-#pragma unroll
-        for (int s = 0; s < SPARSE_WARPS; s++) total += parts[s * columns + threadIdx.x];
-        float* to = gathered + rank * each + threadIdx.x % each;
-#if __CUDA_ARCH__ >= 900
-        send(to, total, &complete, threadIdx.x / each);
-#else
-        *to = total;
-#endif
-    }
-#if __CUDA_ARCH__ < 900
-    __syncthreads();
-#endif
-    if (threadIdx.x < each) {
-#if __CUDA_ARCH__ >= 900
-        wait(&complete, 0);
-#endif
-        float total = 0.f;
-        for (int s = 0; s < splits; s++) total += gathered[s * each + threadIdx.x];
-        out[int64_t(token) * width + block * columns + rank * each + threadIdx.x] = __float2half_rn(total);
-    }
-}
-
 __global__ void relu_square(__half* hidden, int eights) {
     release_next();
     wait_for_previous();
@@ -589,24 +432,6 @@ __global__ void relu_square(__half* hidden, int eights) {
 #pragma unroll
     for (int j = 0; j < 8; j++) result[j] = __float2half_rn(activate(RELU_SQUARE, v[j]));
     reinterpret_cast<uint4*>(hidden)[i] = *reinterpret_cast<uint4*>(result);
-}
-
-struct Device {
-    int processors = 0;
-    bool clusters = false;
-    bool hopper = false;
-};
-Device device() {
-    static const Device known = [] {
-        Device d;
-        int index = 0, major = 0;
-        cudaGetDevice(&index);
-        cudaDeviceGetAttribute(&d.processors, cudaDevAttrMultiProcessorCount, index);
-        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
-        d.clusters = major >= 9, d.hopper = major == 9;
-        return d;
-    }();
-    return known;
 }
 
 template <int SPLIT>
@@ -728,40 +553,27 @@ RWKV_EXPORT int rwkv_low_rank_up(const void* hidden, const void* up, const void*
                                  int rank_g, int tile, int blocks, int overlap, void* stream) {
     const Ranks ranks{rank_w, rank_a, rank_v, rank_g};
     const int rank[4] = {rank_w, rank_a, rank_v, rank_g}, activation[4] = {NONE, SIGMOID, SIGMOID, NONE};
+    const int longest = max(max(rank_w, rank_a), max(rank_v, rank_g));
+    const bool short_sums = num_tokens <= MAX_FEW && longest <= MAX_RANK_STEPS * STEP;
+    const int rows = tile ? GROUPED_ROWS : short_sums ? ROWS * WARPS : tile_rows(num_tokens, SMALL_UP);
     const void* bias[4] = {w0, a0, v0, nullptr};
     void* out[4] = {u, rate, blend, gate};
-    int longest = 0;
     Products all;
     all.num_tokens = num_tokens;
     for (int i = 3, row = ranks.total(); i >= 0; i--) {  // the longest sums first
         row -= rank[i];
-        longest = max(longest, rank[i]);
         if (rank[i])
             all.add({static_cast<const __half*>(hidden) + row, static_cast<const __half*>(up) + int64_t(row) * width,
-                     static_cast<const float*>(bias[i]), out[i], ranks.total(), width, width, rank[i], activation[i], i == 0},
-                    tile ? GROUPED_ROWS : tile_rows(num_tokens, SMALL_UP));
+                     static_cast<const float*>(bias[i]), out[i], ranks.total(), width, width, rank[i], activation[i], i == 0}, rows);
     }
     if (tile) return start_grouped(all, tile, 1, blocks, overlap, stream);
-    if (num_tokens <= MAX_FEW && longest <= MAX_RANK_STEPS * STEP) {
-        const unsigned blocks = (all.tiles + WARPS - 1) / WARPS;
-        return start(num_tokens <= 8 ? few_ranks<1> : few_ranks<2>, {blocks, WARPS * LANES, cudaStream_t(stream), overlap}, all);
-    }
+    if (short_sums)
+        return start(num_tokens <= 8 ? few_ranks<1> : few_ranks<2>, {unsigned(all.tiles), WARPS * LANES, cudaStream_t(stream), overlap},
+                     all);
     if (num_tokens <= MAX_FEW || !device().hopper) return start_few<1>(all, overlap, stream);
     if (num_tokens <= 64) return start_many<1, 1, 64, 4>(all, 1, overlap, stream);
     if (num_tokens <= SMALL_UP) return start_many<2, 1, 64, 4>(all, 1, overlap, stream);
     return start_many<2, 1, 128, 3>(all, 1, overlap, stream);
-}
-
-// out [N, C] = hidden [N, F] weight [F, C], F a multiple of 4, C of 64.
-RWKV_EXPORT int rwkv_sparse_project(const void* hidden, const void* weight, void* out, int num_tokens, int units, int width,
-                                    int overlap, void* stream) {
-    if (units % 4 || width % 64) return cudaErrorInvalidValue;
-    int lanes = 32;  // as many as leave most multiprocessors with a block
-    while (lanes > 8 && (width % (lanes * 8) || width / (lanes * 8) * CLUSTER < device().processors * 3 / 4)) lanes /= 2;
-    const int splits = device().clusters ? CLUSTER : 1;
-    const unsigned blocks = width / (lanes * 8) * num_tokens * splits;
-    return start(sparse_project, {blocks, SPARSE_THREADS, cudaStream_t(stream), overlap, splits}, static_cast<const __half*>(hidden),
-                 static_cast<const __half*>(weight), static_cast<__half*>(out), num_tokens, units, width, lanes, splits);
 }
 
 // In place on 8 * eights values.

@@ -1,9 +1,58 @@
-// Tables of matrix products that share a launch: out[n, j] = activation(bias[j] + sum over k of x[n, k] weight[j, k]).
+// What the sources of matrix products share: the device, loads of weights, small products of tensor cores, and tables of
+// products that share a launch: out[n, j] = activation(bias[j] + sum over k of x[n, k] weight[j, k]).
 #pragma once
 
 #include "launch.cuh"
 
 namespace rwkv {
+
+constexpr int CLUSTER = 8;  // blocks, on every device that has clusters
+
+struct Device {
+    int processors = 0;
+    bool clusters = false;
+    bool hopper = false;
+};
+inline Device device() {
+    static const Device known = [] {
+        Device d;
+        int index = 0, major = 0;
+        cudaGetDevice(&index);
+        cudaDeviceGetAttribute(&d.processors, cudaDevAttrMultiProcessorCount, index);
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
+        d.clusters = major >= 9, d.hopper = major == 9;
+        return d;
+    }();
+    return known;
+}
+
+// Weights pass by once: they stay out of L1.
+__device__ __forceinline__ uint4 load_weights(const __half* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+
+// The same, or zeros when not `wanted`; no branch, so that many are under way at once.
+__device__ __forceinline__ uint4 load_weights_if(const __half* p, bool wanted) {
+    uint4 v;
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0;\n"
+        "mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+        "@wanted ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+        : "l"(p), "r"(int(wanted)));
+    return v;
+}
+
+// c [16, 8] += a [16, 16] b [16, 8].
+__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 
 constexpr float FP16_MAX = 65504.f;
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rwkv_batch.launch import INT, POINTER, Launcher, check, pointer
 
 BK = 64  # k of a stage; sizes must be multiples of 64
-TILES = {64: (8, 16, 32, 64, 128), 128: (128, 160, 256)}  # weight rows of a tile: rows of x of a tile
+TILES = {64: (8, 16, 32, 64, 128), 128: (8, 16, 32, 64, 128, 160, 256)}  # weight rows of a tile: rows of x of a tile
 MAX_STAGES = 16
 PLANES = 6  # of what `project` reads: r, k, v, w, a, g
 SHARED_MEMORY = 225 << 10  # bytes of a multiprocessor that one thread block may take, or several together
@@ -175,6 +175,13 @@ class Gemm:
         """Return how `gemm` cuts up a product of N rows."""
         return choose_plan(N, matrix.M, matrix.K, matrix.batch, self.processors)
 
+    def plans(self, N: int, matrix: Matrix) -> list[Plan]:
+        """Return that plan and, for few rows, others that timing may prefer."""
+        plan = self.plan(N, matrix)
+        if N > 64:
+            return [plan]
+        return list(dict.fromkeys([plan, *_rival_plans(plan, matrix.M, matrix.K, matrix.batch, self.processors)]))
+
     def _map(self, tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> ctypes.Array:
         """Return a tensor map: `sizes` and `box` in elements, innermost first; `strides` in bytes, from the second on."""
         memory = ctypes.create_string_buffer(128 + 64)  # the driver wants 64-byte alignment
@@ -211,10 +218,23 @@ def _plan_few(N: int, M: int, K: int, batch: int, processors: int) -> Plan:
     return Plan(64, tile, split, _stages(64, tile, split, steps, blocks), _even(tiles, blocks * processors))
 
 
+def _rival_plans(plan: Plan, M: int, K: int, batch: int, processors: int) -> list[Plan]:
+    """With as many stages as there is room for; and with tiles twice as high, which read x half as often."""
+    rivals = []
+    for height in TILES:
+        tiles, split = math.ceil(M / height) * batch, plan.split
+        if height > plan.height:
+            split = max(s for s in (1, 2, 4, 8) if s == 1 or (tiles * s <= processors and 6 * s <= K // BK))
+        blocks = math.ceil(tiles * split / processors) if height == plan.height else 1
+        stages = _stages(height, plan.tile, split, math.ceil(K // BK / split), min(blocks, 2))
+        rivals.append(Plan(height, plan.tile, split, stages, _even(tiles, min(blocks, 2) * processors)))
+    return rivals
+
+
 def _plan_many(N: int, M: int, K: int, batch: int, processors: int) -> Plan:
     """Many rows: the plan with the least estimated time, in us."""
     plans = []
-    for height, tile in ((h, t) for h, tiles in TILES.items() for t in tiles if t >= 64):
+    for height, tile in ((h, t) for h, tiles in TILES.items() for t in tiles if t >= h):
         tiles, steps = math.ceil(M / height) * math.ceil(N / tile) * batch, K // BK
         for split in (1, 2):
             if split == 2 and (2 * tiles > processors or steps < 12):

@@ -1,4 +1,4 @@
-"""The matrix products of cuda/linear.cu and grouped.cu: few tokens, low-rank pairs, the sparse half of the channel mix.
+"""The products of cuda/linear.cu, grouped.cu and sparse.cu: few tokens, low-rank pairs, the sparse half of the channel mix.
 
 N tokens, width C, feed-forward width F; operands and results are fp16 unless said otherwise, sums are fp32. A token's result
 depends neither on the other tokens nor on its place among them. Up to 16 tokens it does not depend on N either, and in
@@ -19,7 +19,8 @@ from rwkv_batch.weights import Layer
 
 HALF = torch.float16
 MAX_GEMV = 16  # tokens
-MAX_SPARSE = 8  # tokens
+MAX_SPARSE = 8  # tokens of `sparse_project`
+MAX_UNION = 16  # tokens of `union_project`
 RANK_UNIT = 32  # the kernels' ranks are multiples of this
 PLANES = 6  # of `mixed`: r, k, v, w, a, g
 GROUPED_DOWN = 128  # tokens from which low_rank_down is a grouped product (cuda/grouped.cu), on Hopper GPUs
@@ -103,6 +104,7 @@ class Linear:
         self._down = launcher.bind("rwkv_low_rank_down", *[POINTER] * 3, *[INT] * 10)
         self._up = launcher.bind("rwkv_low_rank_up", *[POINTER] * 9, *[INT] * 9)
         self._sparse = launcher.bind("rwkv_sparse_project", *[POINTER] * 3, *[INT] * 4)
+        self._union = launcher.bind("rwkv_union_project", *[POINTER] * 3, *[INT] * 4)
         self._relu_square = launcher.bind("rwkv_relu_square", POINTER, INT, INT)
 
     def gemv(self, x: Tensor, weight: Tensor, out: Tensor, *, relu_square: bool = False) -> None:
@@ -181,16 +183,26 @@ class Linear:
         self.launcher.launch(self._up, *inputs, *outputs, n, c, *pack.ranks, plan.tile, plan.blocks, self.overlap)
 
     def sparse_project(self, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-        """out [N, C] = hidden [N, F] weight [F, C], reading only the rows of units that are on in some token.
+        """out [N, C] = hidden [N, F] weight [F, C], each token reading the rows of units that are on in it.
 
         N <= 8; F a multiple of 4, C of 64.
         """
-        n, f, c = hidden.shape[0], *weight.shape
-        self._check("hidden", hidden, (n, f))
-        self._check("weight", weight, (f, c))
-        self._check("out", out, (n, c))
+        n, f, c = self._check_sparse(hidden, weight, out)
         _require(n <= MAX_SPARSE and f % 4 == 0 and c % 64 == 0, f"sparse_project: N {n}, F {f} or C {c} does not fit")
         self.launcher.launch(self._sparse, hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), n, f, c, self.overlap)
+
+    def union_project(self, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+        """out [N, C] = hidden [N, F] weight [F, C], reading once the rows of units that are on in some token.
+
+        On Hopper GPUs, `weight` finite, and see `union_fits`.
+        """
+        n, f, c = self._check_sparse(hidden, weight, out)
+        _require(self.union_fits(n, f, c), f"union_project: N {n}, F {f} or C {c} does not fit, or the GPU is no Hopper")
+        self.launcher.launch(self._union, hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), n, f, c, self.overlap)
+
+    def union_fits(self, n: int, f: int, c: int) -> bool:
+        """Return whether `union_project` takes N tokens, F units and width C."""
+        return self.hopper and n <= MAX_UNION and f % 32 == 0 and c % 128 == 0
 
     def relu_square_(self, hidden: Tensor) -> None:
         """hidden [N, F] = min(max(hidden, 0)^2, 65504) in place; N * F a multiple of 8."""
@@ -198,6 +210,13 @@ class Linear:
         count = hidden.numel()
         _require(count % 8 == 0, f"relu_square_: {count} values are no multiple of 8")
         self.launcher.launch(self._relu_square, hidden.data_ptr(), count // 8, self.overlap)
+
+    def _check_sparse(self, hidden: Tensor, weight: Tensor, out: Tensor) -> tuple[int, int, int]:
+        n, f, c = hidden.shape[0], *weight.shape
+        self._check("hidden", hidden, (n, f))
+        self._check("weight", weight, (f, c))
+        self._check("out", out, (n, c))
+        return n, f, c
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = HALF) -> None:
         check(name, tensor, self.launcher.device, dtype, shape)

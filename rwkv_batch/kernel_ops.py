@@ -38,7 +38,7 @@ BESIDE = " beside"  # in a way of "rkv": the low-rank pairs run at the same time
 TIMED_BYTES = 256 * 2**20  # of weights that a timing reads, more than stay in the L2 cache
 PRODUCTS = ("rkv", "output", "ffn_key", "ffn_value", "head")
 IN_PLACE_ROWS = 64  # up to which ways that are nearly as fast alone are compared in whole steps: kernels overlap there
-NEARLY, RIVALS = 1.12, 4  # times the fastest, and how many at most
+NEARLY, RIVALS = 1.12, 5  # times the fastest, and how many at most
 
 
 @dataclass
@@ -221,6 +221,8 @@ class KernelOps:
             self.linear.gemv(x, weight, out, relu_square=squared)
         elif way == "sparse":
             self.linear.sparse_project(x, weight, out)
+        elif way == "union":
+            self.linear.union_project(x, weight, out)
         elif way == "cublas":
             self.matmul(x, weight, out, in_out=name == "ffn_value")
             if squared:
@@ -291,14 +293,14 @@ class KernelOps:
         self.matmul.tune([(x, matrix, y) for matrix in matrices], in_out=name == "ffn_value")
         ways = ["cublas"]
         if (matrix := self._matrices.get(id(matrices[0]))) is not None:
-            ways.append(" ".join(map(str, self.gemm.plan(size, matrix))))
+            ways += [" ".join(map(str, plan)) for plan in self.gemm.plans(size, matrix)]
         if name == "rkv":
-            ways += [way + BESIDE for way in ways]
+            ways = [way + beside for way in ways[:2] for beside in ("", BESIDE)]
             if matrix is not None:
                 down = self._downs[id(self._prepared[id(layers[-1])].low_rank)]
                 ways += [PROJECT + " ".join(map(str, plan)) for plan in self.gemm.project_plans(size, matrix, down)]
         if name == "ffn_value":
-            ways += ["sparse"] * (size <= MAX_SPARSE)
+            ways += ["sparse"] * (size <= MAX_SPARSE) + ["union"] * self.linear.union_fits(size, *matrices[0].shape)
         else:
             ways += ["gemv"] * (size <= MAX_GEMV)
 

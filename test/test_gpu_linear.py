@@ -1,4 +1,4 @@
-"""The kernels of cuda/linear.cu on a GPU against float64: sizes, independence of the other tokens, overlap, errors."""
+"""The kernels of cuda/linear.cu, grouped.cu and sparse.cu on a GPU against float64: sizes, other tokens, overlap, errors."""
 
 import pytest
 import torch
@@ -282,6 +282,47 @@ class TestSparseProject:
             assert torch.equal(part[fine], out[8 - n :][fine])
 
 
+class TestUnionProject:
+    @pytest.fixture(autouse=True)
+    def _hopper(self, linear):
+        if not linear.hopper:
+            pytest.skip("needs a Hopper GPU")
+
+    @pytest.mark.parametrize("n", FEW)
+    @pytest.mark.parametrize(
+        ("units", "width"), [(32, 128), (2080, 128), (3072, 768), (8192, 2048), (10240, 2560), (16384, 4096)]
+    )
+    def test_against_float64(self, linear, n, units, width):
+        hidden, weight, out = sparse_hidden(n, units), random(units, width, scale=0.05, seed=1), empty(n, width)
+        linear.union_project(hidden, weight, out)
+        assert_close(out, *product64(hidden, weight))
+
+    @pytest.mark.parametrize("off", [0.0, 0.5, 0.999, 1.0])
+    @pytest.mark.parametrize("n", [1, 8, 16])
+    def test_any_share_of_units(self, linear, n, off):
+        hidden, weight, out = sparse_hidden(n, 8192, off), random(8192, 2048, scale=0.05, seed=1), empty(n, 2048)
+        linear.union_project(hidden, weight, out)
+        assert_close(out, *product64(hidden, weight))
+
+    def test_rows_of_inactive_units_are_not_read(self, linear):
+        hidden, weight, out = sparse_hidden(3, 16384), random(16384, 4096, seed=1), empty(3, 4096)
+        whole = torch.arange(16384, device="cuda") % 4096 < 512  # what each of four blocks reads before it knows
+        weight[(hidden == 0).all(0) & ~whole] = torch.nan
+        linear.union_project(hidden, weight, out)
+        assert out.isfinite().all()
+
+    @pytest.mark.parametrize("width", [768, 2048, 4096])
+    def test_same_bits_with_any_others(self, linear, width):
+        hidden, weight, out = sparse_hidden(16, 4 * width), random(4 * width, width, seed=1), empty(16, width)
+        linear.union_project(hidden, weight, out)
+        hidden[3, ::7] = torch.inf
+        for n in FEW:
+            part = empty(n, width)
+            linear.union_project(hidden[16 - n :].contiguous(), weight, part)
+            fine = [i for i in range(n) if 16 - n + i != 3]
+            assert torch.equal(part[fine], out[16 - n :][fine])
+
+
 @pytest.mark.parametrize("shape", [(1, 1024), (3, 1288), (960, 16384)])
 def test_relu_square(linear, shape):
     hidden = random(*shape, scale=120)
@@ -312,6 +353,8 @@ def test_overlapping_launches_give_the_same(launcher, n):
             linear.relu_square_(inner)
             if n <= MAX_SPARSE:
                 linear.sparse_project(inner, second, x)
+            if linear.union_fits(n, *second.shape):
+                linear.union_project(inner, second, mixed[1])
 
     def results(overlap):
         mixed.copy_(random(6, n, width))
@@ -343,6 +386,7 @@ def test_errors_name_the_argument(linear):
         "out": lambda: linear.gemv(x, weight, out.t()),
         "N 17": lambda: linear.gemv(random(17, 128), weight, empty(17, 64)),
         "N 9": lambda: linear.sparse_project(random(9, 64), weight, empty(9, 128)),
+        "N 17, F 64": lambda: linear.union_project(random(17, 64), weight, empty(17, 128)),
         "hidden": lambda: linear.low_rank_down(random(6, 2, 128), random_pack(128, (32, 32, 32, 32)), out),
     }.items():
         with pytest.raises(ValueError, match=name):

@@ -1,0 +1,381 @@
+// The sparse half of the channel mix: out [N, C] = hidden [N, F] weight [F, C], where most units of hidden are off (zero) and
+// their rows of weights need not be read.
+//
+//   sparse_project  each token reads the rows that are on in it
+//   union_project   up to 16 tokens read the rows that are on in any of them, once (Hopper)
+//
+// In both a token's result depends neither on the other tokens nor on how many there are. fp16 operands, fp32 sums in an order
+// that depends on the shapes alone; split sums are put together inside a cluster of blocks, in the order of their ranks.
+
+#include "hopper.cuh"
+#include "products.cuh"
+
+namespace rwkv {
+namespace {
+
+#if __CUDA_ARCH__ >= 900
+// Store into the shared memory of a block of the cluster, where the bytes count towards its `barrier`.
+__device__ __forceinline__ void send(float* to, float value, uint64_t* barrier, int rank) {
+    asm volatile(
+        "{ .reg .b32 to, barrier;\n"
+        "mapa.shared::cluster.u32 to, %0, %3;\n"
+        "mapa.shared::cluster.u32 barrier, %2, %3;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %1, [barrier]; }" ::"r"(shared_address(to)),
+        "r"(__float_as_int(value)), "r"(shared_address(barrier)), "r"(rank)
+        : "memory");
+}
+#endif
+
+// Every block has one token: rows that several tokens need come from L2 for all but the first.
+//
+// The blocks of a cluster share the units of 8 * `lanes` columns. A block lists those of its part that are on; its workers, of
+// `lanes` lanes with 8 columns each, deal the list out among themselves.
+constexpr int SPARSE_THREADS = 512, SPARSE_WARPS = SPARSE_THREADS / LANES, AT_ONCE = 8;
+
+__global__ __launch_bounds__(SPARSE_THREADS, 2) void sparse_project(const __half* hidden, const __half* weight, __half* out,
+                                                                    int num_tokens, int units, int width, int lanes, int splits) {
+    __shared__ int2 list[4 * SPARSE_THREADS];  // of units that are on, each with its value as fp32 bits
+    __shared__ int counts[SPARSE_WARPS];
+    __shared__ __align__(16) float parts[SPARSE_WARPS * 256];  // [SPARSE_WARPS, columns]
+    __shared__ float gathered[256];                            // [splits, columns / splits]
+    release_next();
+    const int columns = lanes * 8, each = columns / splits;
+#if __CUDA_ARCH__ >= 900
+    __shared__ uint64_t complete;
+    if (threadIdx.x == 0) {
+        init_barrier(&complete, 1);
+        publish_barriers();
+        expect_bytes(&complete, columns * 4);
+    }
+    cluster_arrive();
+#endif
+    const int workers = SPARSE_THREADS / lanes, worker = threadIdx.x / lanes, lane = threadIdx.x % lanes;
+    const int warp = threadIdx.x / LANES;
+    const int rank = blockIdx.x % splits, token = blockIdx.x / splits % num_tokens, block = blockIdx.x / splits / num_tokens;
+    const int share = ((units + splits - 1) / splits + 3) / 4 * 4;
+    const int begin = min(rank * share, units), end = min(begin + share, units);
+    const __half* column = weight + (block * lanes + lane) * 8;
+    wait_for_previous();
+
+    float sum[8] = {};
+    for (int round = begin; round < end; round += 4 * SPARSE_THREADS) {
+        const int unit = round + 4 * threadIdx.x;
+        uint2 raw = make_uint2(0, 0);
+        if (unit < end) raw = *reinterpret_cast<const uint2*>(hidden + int64_t(token) * units + unit);
+        const uint32_t value[4] = {raw.x & 0xffff, raw.x >> 16, raw.y & 0xffff, raw.y >> 16};
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) count += (value[i] & 0x7fff) != 0;
+        int upto = count;
+#pragma unroll
+        for (int d = 1; d < LANES; d *= 2) {
+            const int below = __shfl_up_sync(ALL, upto, d);
+            if (threadIdx.x % LANES >= d) upto += below;
+        }
+        if (round > begin) __syncthreads();  // the list before has been worked through
+        if (threadIdx.x % LANES == LANES - 1) counts[warp] = upto;
+        __syncthreads();
+        int at = upto - count, total = 0;
+#pragma unroll
+        for (int s = 0; s < SPARSE_WARPS; s++) {
+            if (s == warp) at += total;
+            total += counts[s];
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (value[i] & 0x7fff)
+                list[at++] = make_int2(unit + i, __float_as_int(__half2float(__ushort_as_half(uint16_t(value[i])))));
+        __syncthreads();
+        for (int first = 0; first < total; first += AT_ONCE * workers) {
+            uint4 w[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int entry = first + j * workers + worker;
+                w[j] = load_weights_if(column + int64_t(list[min(entry, total - 1)].x) * width, entry < total);
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int entry = first + j * workers + worker;
+                const float strength = entry < total ? __int_as_float(list[entry].y) : 0.f;
+                const __half2* pairs = reinterpret_cast<const __half2*>(&w[j]);
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    const float2 v = __half22float2(pairs[c]);
+                    sum[2 * c] = fmaf(strength, v.x, sum[2 * c]);
+                    sum[2 * c + 1] = fmaf(strength, v.y, sum[2 * c + 1]);
+                }
+            }
+        }
+    }
+    // Add up the workers: within a warp, then the warps of the block in order, then the blocks of the cluster in order.
+    for (int d = lanes; d < LANES; d *= 2)
+#pragma unroll
+        for (int c = 0; c < 8; c++) sum[c] += __shfl_xor_sync(ALL, sum[c], d);
+    if (threadIdx.x % LANES < lanes) {
+        float4* to = reinterpret_cast<float4*>(parts + warp * columns + lane * 8);
+        to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    }
+    __syncthreads();
+#if __CUDA_ARCH__ >= 900
+    cluster_wait();
+#endif
+    if (threadIdx.x < columns) {
+        float total = 0.f;
+#pragma unroll
+        for (int s = 0; s < SPARSE_WARPS; s++) total += parts[s * columns + threadIdx.x];
+        float* to = gathered + rank * each + threadIdx.x % each;
+#if __CUDA_ARCH__ >= 900
+        send(to, total, &complete, threadIdx.x / each);
+#else
+        *to = total;
+#endif
+    }
+#if __CUDA_ARCH__ < 900
+    __syncthreads();
+#endif
+    if (threadIdx.x < each) {
+#if __CUDA_ARCH__ >= 900
+        wait(&complete, 0);
+#endif
+        float total = 0.f;
+        for (int s = 0; s < splits; s++) total += gathered[s * each + threadIdx.x];
+        out[int64_t(token) * width + block * columns + rank * each + threadIdx.x] = __float2half_rn(total);
+    }
+}
+
+// A warp takes 32 units at a time of 64 columns. It copies the rows that are on in some token into a ring of its own, and
+// multiplies all 32 on tensor cores: what lies in the ring for the other rows, weights too, meets zeros. So the sums are those of
+// the whole product, bit by bit, whichever rows are passed over. The first stage is copied whole before hidden is known.
+//
+// In each step of 32 units a lane has eight neighbouring ones of a token; the fragments of two mma take four each. That permutes
+// the units, the same way for both operands. Piece i of 16 bytes of a row in the ring lies at i ^ `turn_of` the row, so that the
+// eight rows of a fragment meet no bank twice.
+constexpr int UNION_WARPS = 8, UNITS = 32, COLUMNS = 64;
+constexpr int AHEAD = 5, RING = AHEAD + 1;  // steps that are on their way
+constexpr int ROW_BYTES = COLUMNS * 2, STAGE_BYTES = UNITS * ROW_BYTES, RING_BYTES = UNION_WARPS * RING * STAGE_BYTES;
+constexpr int PART_PITCH = COLUMNS + 4;  // floats between the tokens of a warp's sums: no bank is met twice
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr int EARLY = 1;  // of those, copied whole before hidden is known
+constexpr int KNOWN = 8;  // steps of hidden in registers, a power of 2 above AHEAD + 1
+constexpr int ROUND = 2 * UNION_WARPS;  // steps of all warps in turn, two each: 128 neighbouring bytes of hidden
+
+__device__ __forceinline__ void copy_if(uint32_t to, const __half* from, bool wanted) {
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n"
+        "@wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16; }" ::"r"(to),
+        "l"(from), "r"(int(wanted))
+        : "memory");
+}
+__device__ __forceinline__ void load_transposed(uint32_t from, uint32_t (&v)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(from)
+                 : "memory");
+}
+// The first unit of a warp's step, from that of its first one.
+__device__ __forceinline__ int first_unit(int step) { return (step / 2 * ROUND + step % 2) * UNITS; }
+__device__ __forceinline__ int turn_of(int row) { return row / 8 * 2 + row % 2; }
+// Bit i: unit i of a warp's 32 is on in some token. `x` holds this lane's eight units of its tokens.
+template <int HALVES>
+__device__ __forceinline__ uint32_t units_on(const uint4 (&x)[HALVES]) {
+    uint4 any = x[0];
+    if (HALVES == 2) any.x |= x[HALVES - 1].x, any.y |= x[HALVES - 1].y, any.z |= x[HALVES - 1].z, any.w |= x[HALVES - 1].w;
+    const uint32_t pairs[4] = {any.x, any.y, any.z, any.w};
+    uint32_t on = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) on |= uint32_t((pairs[i] & 0x7fff) != 0) << 2 * i | uint32_t((pairs[i] & 0x7fff0000) != 0) << (2 * i + 1);
+    return __reduce_or_sync(ALL, on << threadIdx.x % 4 * 8);
+}
+#endif
+
+template <int HALVES>
+__global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __half* hidden, const __half* weight, __half* out,
+                                                                        int num_tokens, int units, int width, int splits) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int TOKENS = 8 * HALVES;
+    extern __shared__ __align__(128) uint8_t memory[];
+    __shared__ uint64_t complete;
+    release_next();
+    if (threadIdx.x == 0) init_barrier(&complete, 1), publish_barriers();
+    cluster_arrive();
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, group = lane / 4, quarter = lane % 4;
+    const int rank = blockIdx.x % splits, first_column = blockIdx.x / splits * COLUMNS;
+    const int steps = units / UNITS, begin = rank * steps / splits + 2 * warp, end = (rank + 1) * steps / splits;
+    const int rest = max(end - begin, 0), count = rest / ROUND * 2 + min(rest % ROUND, 2);  // of this warp
+    const uint32_t ring = shared_address(memory) + warp * RING * STAGE_BYTES;
+
+    constexpr int PIECES = COLUMNS / 8, AT_ONCE = LANES / PIECES;  // of 16 bytes to a row; rows that a warp copies at once
+    const int piece = lane % PIECES, row = lane / PIECES;
+    const __half* const rows = weight + int64_t(begin * UNITS + row) * width + first_column + piece * 8;
+    auto copy = [&](int step, uint32_t on) {
+        if (step < count) {
+            const __half* from = rows + int64_t(first_unit(step)) * width;
+            const uint32_t to = ring + step % RING * STAGE_BYTES;
+#pragma unroll
+            for (int i = 0; i < UNITS; i += AT_ONCE)
+                copy_if(to + (i + row) * ROW_BYTES + (piece ^ turn_of(i + row)) * 16, from + int64_t(i) * width, on >> (i + row) & 1);
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    const __half* const values = hidden + int64_t(group) * units + begin * UNITS + quarter * 8;
+    auto load = [&](int step, uint4 (&x)[HALVES]) {
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) {
+            x[h] = make_uint4(0, 0, 0, 0);
+            if (step < count && group + 8 * h < num_tokens)
+                x[h] = *reinterpret_cast<const uint4*>(values + int64_t(8 * h) * units + first_unit(step));
+        }
+    };
+    float sum[COLUMNS / 16][HALVES][4] = {};
+    const int slot = lane % 8, right = lane / 8 % 2;  // of the fragments' rows, and which 8 columns
+    auto multiply = [&](int step, const uint4 (&x)[HALVES]) {
+        const uint32_t stage = ring + step % RING * STAGE_BYTES;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const uint32_t row = stage + (slot / 2 * 8 + 4 * h + lane / 16 * 2 + slot % 2) * ROW_BYTES;
+#pragma unroll
+            for (int m = 0; m < COLUMNS / 16; m++) {
+                uint32_t a[4];
+                load_transposed(row + ((2 * m + right) ^ slot) * 16, a);
+#pragma unroll
+                for (int n = 0; n < HALVES; n++) mma(sum[m][n], a[0], a[1], a[2], a[3], h ? x[n].z : x[n].x, h ? x[n].w : x[n].y);
+            }
+        }
+    };
+
+#pragma unroll
+    for (int i = 0; i < EARLY; i++) copy(i, ALL);
+    for (int i = EARLY * STAGE_BYTES + lane * 16; i < RING * STAGE_BYTES; i += LANES * 16)
+        *reinterpret_cast<uint4*>(memory + warp * RING * STAGE_BYTES + i) = make_uint4(0, 0, 0, 0);
+    __syncwarp();
+    wait_for_previous();
+    uint4 x[KNOWN][HALVES];
+#pragma unroll
+    for (int i = 0; i <= AHEAD; i++) load(i, x[i]);
+#pragma unroll
+    for (int i = EARLY; i < AHEAD; i++) copy(i, units_on(x[i]));
+#pragma unroll 1
+    for (int first = 0; first < count; first += KNOWN) {
+#pragma unroll
+        for (int i = 0; i < KNOWN; i++) {
+            const int step = first + i;
+            if (step >= count) break;
+            load(step + AHEAD + 1, x[(i + AHEAD + 1) % KNOWN]);
+            copy(step + AHEAD, units_on(x[(i + AHEAD) % KNOWN]));
+            asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD) : "memory");
+            __syncwarp();
+            multiply(step, x[i]);
+            __syncwarp();  // all have read the stage
+        }
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+
+    // Add up the warps, then the blocks of the cluster, which get equal parts of the tokens.
+    float* const parts = reinterpret_cast<float*>(memory);  // [UNION_WARPS, TOKENS, PART_PITCH]
+    // [TOKENS, COLUMNS] each; behind the rings, since other blocks may send while this one still multiplies
+    float *const own = reinterpret_cast<float*>(memory + RING_BYTES), *const others = own + TOKENS * COLUMNS;
+#pragma unroll
+    for (int m = 0; m < COLUMNS / 16; m++)
+#pragma unroll
+        for (int n = 0; n < HALVES; n++)
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+                parts[(warp * TOKENS + 8 * n + 2 * quarter + c % 2) * PART_PITCH + 16 * m + group + c / 2 * 8] = sum[m][n][c];
+    __syncthreads();
+    for (int i = threadIdx.x; i < TOKENS * COLUMNS / 4; i += UNION_WARPS * LANES) {
+        const float* from = parts + i / (COLUMNS / 4) * PART_PITCH + i % (COLUMNS / 4) * 4;
+        float4 total = *reinterpret_cast<const float4*>(from);
+#pragma unroll
+        for (int w = 1; w < UNION_WARPS; w++) {
+            const float4 v = *reinterpret_cast<const float4*>(from + w * TOKENS * PART_PITCH);
+            total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+        }
+        reinterpret_cast<float4*>(own)[i] = total;
+    }
+    publish_stores();
+    __syncthreads();
+    cluster_wait();  // the others have begun
+    const int each = TOKENS / splits * COLUMNS;
+    if (threadIdx.x < splits) {
+        if (threadIdx.x == rank) {
+            expect_bytes(&complete, (splits - 1) * each * 4);
+        } else {
+            copy_to_block(threadIdx.x, others + rank * each, own + threadIdx.x * each, each * 4, &complete);
+        }
+    }
+    wait(&complete, 0);
+    for (int i = threadIdx.x; i < each / 4; i += UNION_WARPS * LANES) {
+        float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int s = 0; s < splits; s++) {
+            const float4 v = reinterpret_cast<const float4*>((s == rank ? own : others) + s * each)[i];
+            total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+        }
+        const int token = rank * (TOKENS / splits) + i / (COLUMNS / 4);
+        if (token >= num_tokens) continue;
+        const __half2 halves[2] = {__floats2half2_rn(total.x, total.y), __floats2half2_rn(total.z, total.w)};
+        *reinterpret_cast<uint2*>(out + int64_t(token) * width + first_column + i % (COLUMNS / 4) * 4) =
+            *reinterpret_cast<const uint2*>(halves);
+    }
+    __syncwarp();
+    cluster_arrive();  // this block's memory is read until all have got their sums
+    cluster_wait();
+#endif
+}
+
+// How many clusters of so many blocks run at once, or an error as a negative number: where a group of multiprocessors has an odd
+// number, fewer than their count says.
+template <int HALVES>
+int clusters_at_once(int size, int bytes) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {unsigned(size), 1, 1};
+    const cudaLaunchConfig_t config = {dim3(size), dim3(UNION_WARPS * LANES), size_t(bytes), nullptr, &attribute, 1};
+    int count = 0;
+    const cudaError_t error = cudaOccupancyMaxActiveClusters(&count, union_project<HALVES>, &config);
+    return error ? -int(error) : count;
+}
+
+template <int HALVES>
+cudaError_t start_union(const __half* hidden, const __half* weight, __half* out, int num_tokens, int units, int width, int overlap,
+                        void* stream) {
+    constexpr int TOKENS = 8 * HALVES, BYTES = RING_BYTES + 2 * TOKENS * COLUMNS * 4;
+    static_assert(UNION_WARPS * TOKENS * PART_PITCH * 4 <= RING_BYTES, "the warps' sums lie in their rings");
+    const auto kernel = union_project<HALVES>;
+    static const cudaError_t prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
+    if (prepared) return prepared;
+    static const int room[] = {clusters_at_once<HALVES>(2, BYTES), clusters_at_once<HALVES>(4, BYTES), clusters_at_once<HALVES>(8, BYTES)};
+    const int tiles = width / COLUMNS;
+    int splits = 1;
+    for (int i = 0; i < 3 && tiles <= room[i]; i++) splits *= 2;
+    return start(kernel, {unsigned(tiles * splits), UNION_WARPS * LANES, cudaStream_t(stream), overlap, splits, BYTES}, hidden, weight,
+                 out, num_tokens, units, width, splits);
+}
+
+}  // namespace
+}  // namespace rwkv
+
+using namespace rwkv;
+
+// out [N, C] = hidden [N, F] weight [F, C], F a multiple of 4, C of 64.
+RWKV_EXPORT int rwkv_sparse_project(const void* hidden, const void* weight, void* out, int num_tokens, int units, int width,
+                                    int overlap, void* stream) {
+    if (units % 4 || width % 64) return cudaErrorInvalidValue;
+    int lanes = 32;  // as many as leave most multiprocessors with a block
+    while (lanes > 8 && (width % (lanes * 8) || width / (lanes * 8) * CLUSTER < device().processors * 3 / 4)) lanes /= 2;
+    const int splits = device().clusters ? CLUSTER : 1;
+    const unsigned blocks = width / (lanes * 8) * num_tokens * splits;
+    return start(sparse_project, {blocks, SPARSE_THREADS, cudaStream_t(stream), overlap, splits}, static_cast<const __half*>(hidden),
+                 static_cast<const __half*>(weight), static_cast<__half*>(out), num_tokens, units, width, lanes, splits);
+}
+
+// The same on Hopper, N <= 16, F a multiple of 32, C of 128.
+RWKV_EXPORT int rwkv_union_project(const void* hidden, const void* weight, void* out, int num_tokens, int units, int width,
+                                   int overlap, void* stream) {
+    if (!device().hopper) return cudaErrorNotSupported;
+    if (num_tokens > 16 || units % UNITS || width % COLUMNS) return cudaErrorInvalidValue;
+    return (num_tokens <= 8 ? start_union<1> : start_union<2>)(static_cast<const __half*>(hidden), static_cast<const __half*>(weight),
+                                                               static_cast<__half*>(out), num_tokens, units, width, overlap, stream);
+}
