@@ -162,15 +162,26 @@ __global__ void __launch_bounds__(MAX_THREADS) embed_kernel(
     store8(x + size_t(blockIdx.x) * width + threadIdx.x * EACH, v);
 }
 
-// Every row is one token of its own slot; a block (or a cluster of them) takes R rows.
+// Every row is one token of its own slot; a block (or a cluster of them) takes R rows. `settled`: the kernel before does not write
+// shift or slots, nor does one that may still run beside it, so they are read before it has ended.
 template <int K, int R>
 __global__ void __launch_bounds__(MAX_THREADS, R > 1 ? MIN_BLOCKS : 1) decode_kernel(
         float* x, const __half* y, const float* weight, const float* bias, const float* mix, __half* shift, const int64_t* slots,
-        __half* out, int rows, int width) {
+        __half* out, int rows, int width, bool settled) {
     __shared__ Moments moments[R];
     const Place place(width, gridDim.x, blockIdx.x);
     arrive(place.parts);
     const int first = blockIdx.y * R;
+    int64_t slot[R];
+    Halves previous[R], normed[R];
+    const auto look_back = [&] {
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            slot[r] = first + r < rows ? slots[first + r] : -1;
+            previous[r] = zero_halves();
+            if (place.live && slot[r] >= 0) previous[r] = load_halves(shift + slot[r] * width + place.column);
+        }
+    };
     constexpr bool EARLY = R == 1;  // a single row waits for its blends' proportions longer than for its own values
     float scale[EACH] = {}, offset[EACH] = {}, ratios[EARLY ? K : 1][EACH];
     if (place.live) {
@@ -179,16 +190,14 @@ __global__ void __launch_bounds__(MAX_THREADS, R > 1 ? MIN_BLOCKS : 1) decode_ke
 #pragma unroll
             for (int k = 0; k < K; k++) load8_now(mix + k * width + place.column, ratios[EARLY ? k : 0]);
     }
+    if (settled) look_back();
     release_next();
     wait_for_previous();
+    if (!settled) look_back();
     float v[R][EACH] = {};
-    Halves previous[R], normed[R];
-    int64_t slot[R];
 #pragma unroll
     for (int r = 0; r < R; r++) {
         const int row = first + r;
-        slot[r] = row < rows ? slots[row] : -1;
-        previous[r] = zero_halves();
         if (!place.live || row >= rows) continue;
         const size_t at = size_t(row) * width + place.column;
         load8(x + at, v[r]);
@@ -199,7 +208,6 @@ __global__ void __launch_bounds__(MAX_THREADS, R > 1 ? MIN_BLOCKS : 1) decode_ke
             for (int j = 0; j < EACH; j++) v[r][j] += added[j];
             store8(x + at, v[r]);
         }
-        if (slot[r] >= 0) previous[r] = load_halves(shift + slot[r] * width + place.column);
     }
     greet(place.parts);
     normalize(v, scale, offset, place, moments, normed);
@@ -340,12 +348,12 @@ static int threads(int columns) { return (columns / EACH + LANES - 1) / LANES * 
 
 template <int K>
 static cudaError_t decode(float* x, const __half* y, const float* weight, const float* bias, const float* mix, __half* shift,
-        const int64_t* slots, __half* out, int rows, int width, int parts, int overlap, cudaStream_t stream) {
+        const int64_t* slots, __half* out, int rows, int width, int parts, bool settled, int overlap, cudaStream_t stream) {
     const Launch how = {dim3(parts, rows), dim3(threads(width / parts)), stream, overlap, parts};
-    if (rows < 256 || width <= 1024) return start(decode_kernel<K, 1>, how, x, y, weight, bias, mix, shift, slots, out, rows, width);
+    if (rows < 256 || width <= 1024) return start(decode_kernel<K, 1>, how, x, y, weight, bias, mix, shift, slots, out, rows, width, settled);
     Launch many = how;
     many.grid.y = (rows + DECODE_ROWS - 1) / DECODE_ROWS;
-    return start(decode_kernel<K, DECODE_ROWS>, many, x, y, weight, bias, mix, shift, slots, out, rows, width);
+    return start(decode_kernel<K, DECODE_ROWS>, many, x, y, weight, bias, mix, shift, slots, out, rows, width, settled);
 }
 
 template <int K>
@@ -377,12 +385,12 @@ RWKV_EXPORT int rwkv_embed(const int64_t* ids, const int64_t* slots, const __hal
 
 // planes: 6 or 1. parts: blocks that share a row, each a multiple of 256 columns.
 RWKV_EXPORT int rwkv_add_norm_mix_decode(float* x, const __half* y, const float* weight, const float* bias, const float* mix,
-        __half* shift, const int64_t* slots, __half* out, int rows, int width, int planes, int parts, int overlap,
+        __half* shift, const int64_t* slots, __half* out, int rows, int width, int planes, int parts, int settled, int overlap,
         cudaStream_t stream) {
     if (!rwkv::fits(width) || !rwkv::splits(width, parts)) return cudaErrorInvalidValue;
     switch (planes) {
-        case 6: return rwkv::decode<6>(x, y, weight, bias, mix, shift, slots, out, rows, width, parts, overlap, stream);
-        case 1: return rwkv::decode<1>(x, y, weight, bias, mix, shift, slots, out, rows, width, parts, overlap, stream);
+        case 6: return rwkv::decode<6>(x, y, weight, bias, mix, shift, slots, out, rows, width, parts, settled, overlap, stream);
+        case 1: return rwkv::decode<1>(x, y, weight, bias, mix, shift, slots, out, rows, width, parts, settled, overlap, stream);
     }
     return cudaErrorInvalidValue;
 }

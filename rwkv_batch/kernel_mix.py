@@ -93,7 +93,7 @@ class Mix:
         self._processors = torch.cuda.get_device_properties(launcher.device).multi_processor_count
         self._hopper = torch.version.hip is None and torch.cuda.get_device_capability(launcher.device)[0] == 9
         self._embed = launcher.bind("rwkv_embed", *[POINTER] * 4, *[INT] * 3)
-        self._decode = launcher.bind("rwkv_add_norm_mix_decode", *[POINTER] * 8, *[INT] * 5)
+        self._decode = launcher.bind("rwkv_add_norm_mix_decode", *[POINTER] * 8, *[INT] * 6)
         self._prefill = launcher.bind("rwkv_add_norm_mix_prefill", *[POINTER] * 11, *[INT] * 7)
         self._add_norm = launcher.bind("rwkv_add_norm", *[POINTER] * 6, *[INT] * 3)
         self._wkv_decode = launcher.bind("rwkv_wkv_decode", *[POINTER] * 14, INT, *[POINTER] * 2, *[INT] * 4)
@@ -132,18 +132,20 @@ class Mix:
         out: Tensor,
         *,
         parts: int | None = None,
+        settled: bool = False,
     ) -> None:
         """x [B, C] fp32 += y [B, C]; out[k] = lerp(layer norm of x, shift[slots], mix[k]); shift[slots] = layer norm of x.
 
         y may be None; weight, bias [C] fp32; mix [K, C] fp32, K = 6 or 1; shift [S, C]; slots [B] int64; out [K, B, C].
-        parts  blocks a row is spread over, by default what is fast; results do not depend on it
+        parts    blocks a row is spread over, by default what is fast; results do not depend on it
+        settled  promises that whatever wrote `shift` and `slots` had ended before the preceding kernel began
         """
         n, c = x.shape
         self._check_norm(x, y, weight, bias, mix, shift, out)
         self._check(slots=(slots, torch.int64, (n,)))
         parts = parts or self._parts(n, c)
         arguments = (x, y, weight, bias, mix, shift, slots, out)
-        self._launcher.launch(self._decode, *map(pointer, arguments), n, c, len(mix), parts, self._overlap)
+        self._launcher.launch(self._decode, *map(pointer, arguments), n, c, len(mix), parts, settled, self._overlap)
 
     def add_norm_mix_prefill(
         self,

@@ -143,7 +143,8 @@ class KernelOps:
         """See `reference.add_norm_mix`; `x` is changed in place, and six planes come in the order of PLANES."""
         mixed, mix = self._now.mixed[: len(mix)], self._mixes[id(mix)]
         if self._packed is None:
-            self.mix.add_norm_mix_decode(x, y, weight, bias, mix, shift, rows.slot_tensor, mixed)
+            # What this layer remembers was written a step ago, the slots before this one.
+            self.mix.add_norm_mix_decode(x, y, weight, bias, mix, shift, rows.slot_tensor, mixed, settled=True)
         else:
             self.mix.add_norm_mix_prefill(x, y, weight, bias, mix, shift, self._packed, self._now.normed, mixed)
         return x, mixed
@@ -158,7 +159,6 @@ class KernelOps:
         self._attention_inputs(mixed, layer, prepared.low_rank, low)
         inputs = WkvInputs(*b.rkv.unbind(), b.decay, b.rate, blend, b.gate, b.first_value)
         if self._packed is None:
-            # This layer's states were written a step ago, the slots before this one.
             self.mix.wkv_decode(inputs, prepared.wkv, wkv_state, rows.slot_tensor, b.heads, settled=True)
         else:
             self.mix.wkv_prefill(inputs, prepared.wkv, wkv_state, self._packed, b.heads)
