@@ -225,17 +225,12 @@ __device__ __forceinline__ void store_split(
     Barriers& barriers
 ) {
     const int splits = work.splits, part = work.part;
-    const int thread = threadIdx.x, warp = thread / LANES, lane = thread % LANES;
+    const int thread = threadIdx.x;
     float *const own = reinterpret_cast<float*>(stages), *const others = own + BN * SUM_PITCH;
     const int live = min(BN, num_tokens - tile.token), each = portion(live, splits);
     auto share = [&](int rank) { return max(0, min(each, live - rank * each)); };  // of the tokens
     sync_threads(1, CONSUMERS);  // all stages are used up
-#pragma unroll
-    for (int j = 0; j < BN / 8; j++) {
-        const float* s = sums + j * 4;
-        float* to = own + (j * 8 + lane % 4 * 2) * SUM_PITCH + warp * 16 + lane / 4;
-        to[0] = s[0], to[SUM_PITCH] = s[1], to[8] = s[2], to[SUM_PITCH + 8] = s[3];
-    }
+    spread_sums<BN, SUM_PITCH>(sums, own);
     publish_stores();
     cluster_release();
     cluster_wait();  // all blocks' stages are used up

@@ -172,6 +172,18 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// Write a warpgroup's sums [64, BN] of wgmma to shared memory as rows of `to` [BN, PITCH], from column 64 * warpgroup on.
+template <int BN, int PITCH>
+__device__ __forceinline__ void spread_sums(const float (&sums)[BN / 2], float* to) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    to += lane % 4 * 2 * PITCH + warp * 16 + lane / 4;
+#pragma unroll
+    for (int j = 0; j < BN / 8; j++, to += 8 * PITCH) {
+        const float* s = sums + j * 4;
+        to[0] = s[0], to[PITCH] = s[1], to[8] = s[2], to[PITCH + 8] = s[3];
+    }
+}
+
 #endif
 
 // Describe a fp16 tensor to the copy engine: sizes and the box that one copy takes, in values, innermost first; strides in bytes,

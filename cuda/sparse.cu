@@ -164,8 +164,8 @@ constexpr int ROUND = 2 * UNION_WARPS;  // steps of all warps in turn, two each:
 __device__ __forceinline__ void copy_if(uint32_t to, const __half* from, bool wanted) {
     asm volatile(
         "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n"
-        "@wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16; }" ::"r"(to),
-        "l"(from), "r"(int(wanted))
+        "@wanted cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %3; }" ::"r"(to),
+        "l"(from), "r"(int(wanted)), "l"(READ_ONCE)
         : "memory");
 }
 __device__ __forceinline__ void load_transposed(uint32_t from, uint32_t (&v)[4]) {
