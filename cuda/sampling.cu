@@ -9,6 +9,9 @@
 // reads the parts that can hold kept columns again, puts the few columns above a bound on a list, and ranks them against one
 // another (`list_hits`, `rank`). A boundary further down is searched for as in Rapid-Sampling (Triang-jyed-driung), by value
 // and without sorting: a histogram of counts bounds the value from both sides, and the columns in between are listed (`search`).
+// A row filtered by top_p alone, unless that is small, needs no boundary: as in FlashInfer's rejection sampling it is drawn from
+// all columns until a draw is kept; the mass of larger columns and the number of equal ones decide that (`redraw`). Rows with
+// noise need nothing but one pass (`noisy_argmax`).
 //
 // For few rows the blocks of a cluster share the parts of a row (Hopper and later). Sums go by parts, in the order of the
 // columns: they depend neither on chance, nor on how many blocks share a row, nor on other rows.
@@ -31,6 +34,11 @@ constexpr int MAX_RANKED = 128;       // the largest top_k that is found from th
 constexpr int NUM_TRIED = 64;         // groups whose columns are listed for a top_p, and the mass at which that seems hopeless
 constexpr float MASS_TRIED = 100.f;
 constexpr int LISTED = 512, STAGED = 4608;  // columns
+constexpr int CANDIDATES = MIN_THREADS / LANES;  // of a redrawn row at a time, a warp for each
+constexpr int MAX_DRAWN = 128 * CANDIDATES;      // never reached: at least one of four is kept on average
+constexpr int MEASURED = 3;                      // values that one pass measures,
+constexpr int SUMS = 8;                          // by two sums each; rounded up to a power of two
+constexpr int TOGETHER = 4;                      // parts whose columns a warp adds up together there
 constexpr int BUCKETS = 2048;
 constexpr int SCANNERS = 256;    // threads that add up the buckets, however many there are: the order of sums is always the same
 constexpr int SAMPLED = 8;       // a search looks first at one vector in so many,
@@ -43,11 +51,11 @@ constexpr int SWEPT = 2;  // parts that are on their way while one is worked on
 constexpr float ROUNDER = 1 << 23;  // added to a float, leaves the nearest whole number in its low bits
 constexpr float DOUBT = 1e-5f;      // relative error of sums, generously
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-constexpr float GUMBEL_MIN = -2.8125f, GUMBEL_MAX = 9.6885f;  // below and above all Gumbel numbers
+constexpr float GUMBEL_MAX = 9.6885f;  // above all Gumbel numbers
 constexpr uint32_t BROKEN = 0xffffffffu;                       // the key of a NaN
 constexpr int NONE = 0x7fffffff;
 
-enum Way : int { GREEDY = 0, PLAIN = 1, JOINT = 2, SEQUENTIAL = 3, GUMBEL = 4, NOISE = 5 };
+enum Way : int { GREEDY = 0, PLAIN = 1, JOINT = 2, SEQUENTIAL = 3, GUMBEL = 4, NOISE = 5, REDRAW = 6 };
 
 // Pointers are on the device; [S] by slot, [B] by row, U columns. Mirrored by sampling/rapid.py.
 struct SampleArgs {
@@ -85,7 +93,8 @@ struct SampleArgs {
     int64_t* out_ids;    // [B]
     bool* out_finite;    // [B]
     int64_t* last_ids;   // [S] the same by slot, or null
-    float* out_boundary;  // [B, 3] for tests, or null: boundary value, weight of columns equal to it, sum of kept weights
+    float* out_boundary;  // [B, 3] for tests, or null: boundary value, weight of columns equal to it, sum of kept weights;
+                          // written for rows whose boundary is looked for, JOINT and SEQUENTIAL
 };
 
 __device__ __forceinline__ int num_threads() { return int(blockDim.x); }
@@ -110,7 +119,11 @@ struct Controls {
           noise(a.noise[slot]),
           alpha_presence(a.alpha_presence[slot]),
           alpha_frequency(a.alpha_frequency[slot]),
-          draw_number(uniform(philox(make_uint4(step, 0u, choice, 0u), key).x)) {}
+          draw_number(uniform(draw_numbers(0).x)) {}
+    // Of the draw, or of a redrawn row's candidate.
+    __device__ __forceinline__ uint4 draw_numbers(uint32_t candidate) const {
+        return philox(make_uint4(step, 0u, choice, candidate), key);
+    }
     // Of the token ids from 4 * block.
     __device__ __forceinline__ uint4 column_numbers(uint32_t block) const {
         return philox(make_uint4(step, 1u, choice, block), key);
@@ -129,6 +142,14 @@ struct Overview {
     float top, mass;
     int num_hits;  // parts to list, NONE: search instead
     float bound;   // columns at or above it are listed
+};
+// A column drawn from all. When the row's mass is laid out from the largest value down, it stands at a random place within the
+// mass of its equals; it is kept when that is inside the first top_p of the row's mass.
+struct Candidate {
+    float value;
+    int column;
+    float number;       // the place among equals, in (0, 1)
+    float least, most;  // bounds on the place in the row's mass
 };
 // Four neighbouring columns, from `first`, and the largest of their values.
 struct Queued {
@@ -171,7 +192,9 @@ struct alignas(16) Shared {
         float values[STAGED];         // those in a search's window, part by part
         Staged staged[STAGED / 2];    // an equal share for each part that is listed
         Queued queues[MAX_THREADS / LANES][2 * LANES];  // of the warps
+        float measured[2][SUMS][MAX_PARTS / TOGETHER];  // see `measure`; by turns, for a block may still be reading
     };
+    Candidate candidates[CANDIDATES];
     Listed list[LISTED];  // in the order of the columns
     Controls controls;
     Overview overview;
@@ -361,6 +384,7 @@ __device__ __noinline__ Eight<T> fetch_slowly(const T* logits, int first, int n)
 // One row's logits after bias, masks and penalties. A part's vector i belongs to lane i.
 template <class T>
 struct Row {
+    static constexpr bool HALVES = std::is_same<T, __half>::value;
     const SampleArgs& a;
     const T* logits;
     float* penalties;  // null for rows without
@@ -392,8 +416,11 @@ struct Row {
         if (vector < whole) return *reinterpret_cast<const Eight<T>*>(logits + first);
         return fetch_slowly(logits, first, a.num_columns);
     }
+    __device__ __forceinline__ Packed<T> read_packed(int vector) const {
+        return *reinterpret_cast<const Packed<T>*>(logits + 8 * vector);
+    }
     __device__ __forceinline__ Packed<T> fetch_packed(int vector) const {
-        if (vector < whole) return *reinterpret_cast<const Packed<T>*>(logits + 8 * vector);
+        if (vector < whole) return read_packed(vector);
         const Eight<T> e = fetch_slowly(logits, 8 * vector, a.num_columns);
         Packed<T> packed;
         memcpy(packed.words, &e, sizeof(e));
@@ -442,27 +469,21 @@ struct Row {
             for (int j = 0; j < 8; j++) v[j] -= q[j];
         }
     }
-    // Call f(part, values) for those of a warp's parts for which wanted(part) says so; the next SWEPT are on their way meanwhile.
-    template <class Wanted, class F>
-    __device__ __forceinline__ void sweep(int first, int step, Wanted wanted, F f) const {
+    // Call f(part, values) for each of a warp's parts; the next SWEPT are on their way meanwhile.
+    template <class F>
+    __device__ __forceinline__ void sweep(int first, int step, F f) const {
         const int lane = threadIdx.x % LANES;
-        int next = first - step, parts[SWEPT];
         Packed<T> raw[SWEPT];
-        const auto start = [&](int i) {
-            do next += step;
-            while (next < num_parts() && !wanted(next));
-            parts[i] = next;
-            if (next < num_parts()) raw[i] = fetch_packed(next * LANES + lane);
-        };
 #pragma unroll
-        for (int i = 0; i < SWEPT; i++) start(i);
+        for (int i = 0; i < SWEPT; i++)
+            if (first + i * step < num_parts()) raw[i] = fetch_packed((first + i * step) * LANES + lane);
 #pragma unroll 1
-        while (parts[0] < num_parts()) {
-            const int part = parts[0];
+        for (int part = first; part < num_parts(); part += step) {
             const Packed<T> now = raw[0];
 #pragma unroll
-            for (int i = 1; i < SWEPT; i++) parts[i - 1] = parts[i], raw[i - 1] = raw[i];
-            start(SWEPT - 1);
+            for (int i = 1; i < SWEPT; i++) raw[i - 1] = raw[i];
+            const int next = part + SWEPT * step;
+            if (next < num_parts()) raw[SWEPT - 1] = fetch_packed(next * LANES + lane);
             float v[8];
             finish(part * LANES + lane, now.unpack(), v);
             f(part, v);
@@ -636,9 +657,9 @@ __device__ __forceinline__ int pick(int n, float own, float target, Mass mass, f
     before = __shfl_sync(ALL, sum_before, winner, LANES);
     return winner * n + __shfl_sync(ALL, chosen, winner, LANES);
 }
-// The column of a part where the running sum of weights, `before` in front of it, exceeds the target.
+// The column of a part where the running sum of weights, `before` in front of it, exceeds the target; and its value.
 template <class R, class Weight>
-__device__ __forceinline__ int pick_column(const R& row, int part, float before, float target, Weight weight) {
+__device__ __forceinline__ int pick_column(const R& row, int part, float before, float target, Weight weight, float* value = nullptr) {
     const int lane = threadIdx.x % LANES;
     float v[8], weights[8], own = 0;
     row.load(part, v);
@@ -655,7 +676,15 @@ __device__ __forceinline__ int pick_column(const R& row, int part, float before,
         }
     }
     column = lane_first(column);
-    return column != NONE ? column : -lane_first(-last);
+    if (column == NONE) column = -lane_first(-last);
+    if (value) {
+        float mine = v[0];
+#pragma unroll
+        for (int j = 1; j < 8; j++)
+            if (column % 8 == j) mine = v[j];
+        *value = __shfl_sync(ALL, mine, column / 8 % LANES, LANES);
+    }
+    return column;
 }
 
 template <class R>
@@ -680,6 +709,235 @@ __device__ __noinline__ int plain_draw(const R row, const Softmax softmax) {
     float before;
     const int part = pick(row.each(), own, target, [&](int i) { return row.part_mass(i, softmax); }, before);
     return pick_column(row, part, before, target, [&](float v) { return softmax.weight(v); });
+}
+
+// A redrawn row's candidate; a warp's work. `own` is the mass of the lane's parts, `total` that of all.
+template <class R>
+__device__ __forceinline__ Candidate draw_candidate(const R& row, const Softmax& softmax, float own, float total, int index) {
+    const Shared& sh = shared();
+    const uint4 words = sh.controls.draw_numbers(index);
+    const float target = uniform(words.x) * total;
+    float before;
+    const int part = pick(row.each(), own, target, [&](int i) { return row.part_mass(i, softmax); }, before);
+    Candidate c;
+    c.column = pick_column(row, part, before, target, [&](float v) { return softmax.weight(v); }, &c.value);
+    c.number = uniform(words.y);
+    // In front of it are, of a part that has larger values, the largest one at least, and at most all.
+    c.least = c.most = 0;
+    for (int i = 0; i < row.each(); i++) {
+        const int at = i * LANES + threadIdx.x % LANES;
+        const float largest = value_of(sh.part_keys[at]);
+        if (!(largest >= c.value)) continue;
+        const float weight = softmax.weight(largest) * (largest > c.value ? 1.f : c.number);
+        c.least += weight, c.most += sh.part_masses[at] * weight;
+    }
+    c.least = lane_sum(c.least), c.most = lane_sum(c.most);
+    return c;
+}
+
+// Two halves in a register.
+__device__ __forceinline__ float2 floats_of(uint32_t halves) {
+    __half two[2];
+    memcpy(two, &halves, sizeof(two));
+    return {to_float(two[0]), to_float(two[1])};
+}
+__device__ __forceinline__ uint32_t halves_of(float a, float b) {
+    const __half two[2] = {__float2half(a), __float2half(b)};
+    uint32_t halves;
+    memcpy(&halves, two, sizeof(halves));
+    return halves;
+}
+// What a lane has seen beside a mark: the mass of columns at least as large, and the number of those equal to it.
+struct Marked {
+    float at_least = 0, equal = 0;
+    uint32_t equals = 0;  // the number among columns that came as pairs of halves, two halves itself
+    __device__ __forceinline__ void add(float v, float weight, float mark) {
+        if (v >= mark) at_least += weight;
+        if (v == mark) equal += 1;
+    }
+    __device__ __forceinline__ void add(uint32_t pair, float2 weights, uint32_t mark) {
+#ifdef RWKV_HIP
+        const float2 v = floats_of(pair), count = floats_of(equals);
+        const float m = floats_of(mark).x;
+        if (v.x >= m) at_least += weights.x;
+        if (v.y >= m) at_least += weights.y;
+        equals = halves_of(count.x + (v.x == m), count.y + (v.y == m));
+#else
+        asm("{\n\t.reg .pred p, q;\n\t.reg .b32 same;\n\t"
+            "setp.ge.f16x2 p|q, %2, %3;\n\t@p add.f32 %0, %0, %4;\n\t@q add.f32 %0, %0, %5;\n\t"
+            "set.eq.f16x2.f16x2 same, %2, %3;\n\tadd.f16x2 %1, %1, same;\n\t}"
+            : "+f"(at_least), "+r"(equals)
+            : "r"(pair), "r"(mark), "f"(weights.x), "f"(weights.y));
+#endif
+    }
+};
+
+// Sums over the lanes of N numbers at once, N a power of two: lane i gets number i / (LANES / N).
+template <int N>
+__device__ __forceinline__ float lane_sums(float (&v)[N]) {
+    const int lane = threadIdx.x % LANES;
+#pragma unroll
+    for (int d = LANES / 2, n = N / 2; d; d /= 2, n /= 2) {
+        if (n == 0) v[0] += __shfl_xor_sync(ALL, v[0], d, LANES);
+#pragma unroll
+        for (int i = 0; i < n; i++) {
+            const float kept = lane & d ? v[i + n] : v[i], given = lane & d ? v[i] : v[i + n];
+            v[i] = kept + __shfl_xor_sync(ALL, given, d, LANES);
+        }
+    }
+    return v[0];
+}
+
+// A pass over the block's share of the row. Sum 2 i is the mass of columns at least as large as mark i, sum 2 i + 1 the number of
+// those equal to it, by groups of parts; marks ascend, and groups whose columns are all below the first are left unread. All
+// blocks of the cluster are told. HALVES: the logits are fp16 and final values.
+template <bool HALVES, class R>
+__device__ __forceinline__ void measure(const R& row, const Softmax& softmax, const float (&marks)[MEASURED], int turn) {
+    Shared& sh = shared();
+    constexpr int COPIES = LANES / SUMS;  // lanes that get the same sum
+    const int lane = threadIdx.x % LANES, num_groups = row.num_parts() / TOGETHER;
+    const float most = softmax.top * softmax.scale;
+    const auto weight = [&](float v) { return exp2_of(__fmaf_rn(v, softmax.scale, -most)); };
+    uint32_t halves[MEASURED];
+#pragma unroll
+    for (int m = 0; m < MEASURED; m++) halves[m] = halves_of(marks[m], marks[m]);
+    const uint32_t lowest = key_of(marks[0]);
+#pragma unroll 1
+    for (int group = row.rank * num_warps() + threadIdx.x / LANES; group < num_groups; group += row.size * num_warps()) {
+        float sums[SUMS] = {};
+        uint32_t key = 0;
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++) key = max(key, sh.part_keys[row.place_of(group * TOGETHER + i)]);
+        if (key >= lowest) {
+            Marked marked[MEASURED];
+            const int first = group * TOGETHER * LANES + lane;
+            decltype(row.fetch_packed(0)) raw[TOGETHER];
+            if ((group + 1) * TOGETHER * LANES <= row.whole) {
+#pragma unroll
+                for (int i = 0; i < TOGETHER; i++) raw[i] = row.read_packed(first + i * LANES);
+            } else {
+#pragma unroll
+                for (int i = 0; i < TOGETHER; i++) raw[i] = row.fetch_packed(first + i * LANES);
+            }
+#pragma unroll
+            for (int i = 0; i < TOGETHER; i++) {
+                if constexpr (HALVES) {
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        const float2 v = floats_of(raw[i].words[j]), weights = {weight(v.x), weight(v.y)};
+#pragma unroll
+                        for (int m = 0; m < MEASURED; m++) marked[m].add(raw[i].words[j], weights, halves[m]);
+                    }
+                } else {
+                    float v[8];
+                    row.finish(first + i * LANES, raw[i].unpack(), v);
+#pragma unroll
+                    for (int j = 0; j < 8; j++) {
+                        const float w = weight(v[j]);
+#pragma unroll
+                        for (int m = 0; m < MEASURED; m++) marked[m].add(v[j], w, marks[m]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int m = 0; m < MEASURED; m++) {
+                const float2 equals = floats_of(marked[m].equals);
+                sums[2 * m] = marked[m].at_least, sums[2 * m + 1] = marked[m].equal + equals.x + equals.y;
+            }
+            sums[0] = lane_sums(sums);
+        }
+        float* const to = &sh.measured[turn][lane / COPIES][group];
+        if (row.size == 1) {
+            if (lane % COPIES == 0) *to = sums[0];
+        } else {
+#pragma unroll 1
+            for (int r = lane % COPIES; r < row.size; r += COPIES) *remote(to, r) = sums[0];
+        }
+    }
+}
+
+// Choose what a pass measures: the candidates from `next` on, as far as each is larger than the one before it, for if that is
+// not kept, smaller ones are not either. Ends with one that is surely kept or one too many, and returns it, or CANDIDATES.
+__device__ __forceinline__ int choose_marks(int next, float p, float rejected, float (&marks)[MEASURED], int& num_marks) {
+#pragma unroll
+    for (int m = 0; m < MEASURED; m++) marks[m] = INFINITY;
+    num_marks = 0;
+#pragma unroll 1
+    for (; next < CANDIDATES; next++) {
+        const Candidate& c = shared().candidates[next];
+        if (c.least >= p || c.value < rejected || (num_marks && c.value == rejected)) continue;
+        if (c.most < p || num_marks == MEASURED) break;
+#pragma unroll
+        for (int m = 0; m < MEASURED; m++)
+            if (m == num_marks) marks[m] = c.value;
+        num_marks++, rejected = c.value;
+    }
+    return next;
+}
+
+// See `measure` for the sums; the work of all blocks.
+template <class R>
+__device__ __forceinline__ void measure_row(const R& row, const Softmax& softmax, const float (&marks)[MEASURED], int turn,
+                                            float (&sums)[SUMS]) {
+    if constexpr (R::HALVES) {
+        row.plain ? measure<true>(row, softmax, marks, turn) : measure<false>(row, softmax, marks, turn);
+    } else {
+        measure<false>(row, softmax, marks, turn);
+    }
+    row.sync();
+    const int lane = threadIdx.x % LANES;
+    float own[SUMS] = {};
+    for (int group = lane; group < row.num_parts() / TOGETHER; group += LANES) {
+#pragma unroll
+        for (int i = 0; i < 2 * MEASURED; i++) own[i] += shared().measured[turn][i][group];
+    }
+    const float sum = lane_sums(own);
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) sums[i] = __shfl_sync(ALL, sum, i * (LANES / SUMS), LANES);
+}
+
+// Draw from all columns until top_p keeps one; the work of all blocks, each of which gets the column in all threads. In a peaked
+// row the parts' masses mostly tell whether a candidate is kept; otherwise a pass over the row measures the mass down to it.
+template <class R>
+__device__ __noinline__ int redraw(const R row, const Softmax softmax) {
+    Shared& sh = shared();
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    const float own = row.own_mass(softmax), total = __shfl_sync(ALL, lane_scan(own), LANES - 1, LANES);
+    const float p = sh.controls.top_p * total, most = softmax.top * softmax.scale;
+    const float unrounded = exp2_of(-__fmaf_rn(softmax.top, softmax.scale, -most));  // for the rounding of `most` in `measure`
+    float rejected = -INFINITY;  // a value that was not kept: smaller ones are not either
+    int turn = 0;
+#pragma unroll 1
+    for (int drawn = 0; drawn < MAX_DRAWN; drawn += CANDIDATES) {
+        if (drawn) __syncthreads();  // all have read the candidates before
+        if (warp < CANDIDATES) {
+            const Candidate candidate = draw_candidate(row, softmax, own, total, drawn + warp);
+            if (lane == 0) sh.candidates[warp] = candidate;
+        }
+        __syncthreads();
+        int next = 0;
+        while (next < CANDIDATES) {
+            float marks[MEASURED], sums[SUMS];
+            int num_marks;
+            const int end = choose_marks(next, p, rejected, marks, num_marks);
+            if (num_marks == 0 && end < CANDIDATES) return sh.candidates[end].column;
+            if (num_marks == 0) break;
+            measure_row(row, softmax, marks, turn, sums);
+            turn ^= 1;
+#pragma unroll 1
+            for (; next < end; next++) {
+                const Candidate& c = sh.candidates[next];
+                if (c.least >= p || c.value < rejected) continue;
+                float at_least = 0, equal = 0;
+#pragma unroll
+                for (int m = 0; m < MEASURED; m++)
+                    if (c.value == marks[m]) at_least = sums[2 * m] * unrounded, equal = sums[2 * m + 1];
+                if (at_least - (1 - c.number) * equal * softmax.weight(c.value) < p) return c.column;
+                rejected = c.value;
+            }
+        }
+    }
+    return first_equal(row, key_of(softmax.top));
 }
 
 // A value that at least k groups of parts reach, so that at least k columns do, and not many more; -FLT_MAX when there are none.
@@ -1400,22 +1658,22 @@ __device__ __forceinline__ Cut cut_searched(const R& row, const Softmax& softmax
 __device__ __forceinline__ float noise_of(uint32_t word, float width) { return __fmul_rn(width, uniform(word)); }
 __device__ __forceinline__ float gumbel_of(uint32_t word) { return -logf(fmaxf(-logf(uniform(word)), 6.2e-5f)); }
 
-// The column with the largest x = value / temperature after noise, the lowest of several. The work of all blocks.
+// The column with the largest x = value / temperature after noise, the lowest of several; -1 when a logit is NaN or +inf, or all
+// are -inf. The work of all blocks. A single pass over the row, which nothing needs to be known of before.
 //
 // Most columns cannot win: they are too far below the largest found so far, whatever their noise. Of the others, in fours,
 // numbers are made 32 at a time, and from the largest of four the noise is bounded: logarithms are left to the few that may win.
 template <class R>
-__device__ __noinline__ int noisy_argmax(const R row, const Softmax softmax) {
+__device__ __noinline__ int noisy_argmax(const R row) {
     Shared& sh = shared();
     const Controls controls = sh.controls;
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const bool gumbel = controls.way == GUMBEL;
-    const float temperature = softmax.temperature, inverse = 1 / temperature, reach = gumbel ? GUMBEL_MAX : controls.noise;
+    const float temperature = controls.temperature, inverse = 1 / temperature, reach = gumbel ? GUMBEL_MAX : controls.noise;
     const int64_t* const ids = row.a.ids;
     const int64_t first_id = row.a.first_id;
     const bool in_fours = !ids && first_id % 4 == 0;  // four neighbouring columns share one call of the generator
-    const float least = __fdiv_rn(softmax.top, temperature) + (gumbel ? GUMBEL_MIN : 0.f);
-    if (threadIdx.x == 0) sh.found = key_of(least - 1e-6f * fabsf(least)), sh.column = NONE;
+    if (threadIdx.x == 0) sh.found = key_of(-INFINITY), sh.column = NONE;
     __syncthreads();
     const auto found = [&] { return value_of(__shfl_sync(ALL, lane == 0 ? atomicMax(&sh.found, 0u) : 0u, 0, LANES)); };
     float best = 0;  // the largest found, as of the part before
@@ -1454,14 +1712,13 @@ __device__ __noinline__ int noisy_argmax(const R row, const Softmax softmax) {
     };
     Queued* const queue = sh.queues[warp];
     int queued = 0;
-    float bar = -INFINITY;
-    const auto wanted = [&](int part) {
+    bool broken = false;
+    row.sweep(row.rank * num_warps() + warp, row.size * num_warps(), [&](int part, const float(&v)[8]) {
+        const float highs[2] = {max_or_nan(max_or_nan(v[0], v[1]), max_or_nan(v[2], v[3])),
+                                max_or_nan(max_or_nan(v[4], v[5]), max_or_nan(v[6], v[7]))};
+        broken |= !(max_or_nan(highs[0], highs[1]) < INFINITY);
         best = found();
-        bar = (best - reach) * temperature - 1e-5f * (fabsf(best) + reach) * temperature;  // with room for rounding
-        return value_of(sh.part_keys[row.place_of(part)]) >= bar;
-    };
-    row.sweep(row.rank * num_warps() + warp, row.size * num_warps(), wanted, [&](int part, const float(&v)[8]) {
-        const float highs[2] = {fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3])), fmaxf(fmaxf(v[4], v[5]), fmaxf(v[6], v[7]))};
+        const float bar = (best - reach) * temperature - 1e-5f * (fabsf(best) + reach) * temperature;  // with room for rounding
 #pragma unroll 1
         for (int half = 0; half < 2; half++) {
             const float high = half ? highs[1] : highs[0];
@@ -1478,10 +1735,12 @@ __device__ __noinline__ int noisy_argmax(const R row, const Softmax softmax) {
     });
     __syncwarp();
     if (queued) try_four(lane < queued, lane < queued ? queue[lane] : Queued{-INFINITY, 0});
+    if (broken) atomicMax(&sh.found, BROKEN);
     __syncthreads();
     if (own_column != NONE && key_of(own) == sh.found) atomicMin(&sh.column, own_column);
     __syncthreads();
-    if (row.size == 1) return sh.column;
+    const auto result = [](uint32_t key, int column) { return key == BROKEN || column == NONE ? -1 : column; };
+    if (row.size == 1) return result(sh.found, sh.column);
     if (threadIdx.x < row.size) {
         Shared& to = *remote(&sh, threadIdx.x);
         to.winners[0][row.rank] = sh.found, to.winners[1][row.rank] = uint32_t(sh.column);
@@ -1492,10 +1751,10 @@ __device__ __noinline__ int noisy_argmax(const R row, const Softmax softmax) {
         if (sh.winners[0][r] > key || (sh.winners[0][r] == key && sh.winners[1][r] < column))
             key = sh.winners[0][r], column = sh.winners[1][r];
     }
-    return int(column);
+    return result(key, int(column));
 }
 
-// What a filtered or noisy row goes by, and for a filter which parts to list.
+// What a filtered row goes by, and which parts to list.
 template <class R>
 __device__ __forceinline__ void overlook(const R& row, const Controls& controls) {
     Shared& sh = shared();
@@ -1504,20 +1763,18 @@ __device__ __forceinline__ void overlook(const R& row, const Controls& controls)
     Overview o{value_of(key), 0, NONE, -FLT_MAX};
     if (key > key_of(-INFINITY) && o.top < INFINITY) {
         o.mass = lane_sum(row.own_mass(softmax));
-        if (controls.way == JOINT || controls.way == SEQUENTIAL) {
-            const bool by_count = controls.top_k < row.a.num_columns;
-            const bool few = by_count && controls.top_k <= MAX_RANKED;
-            if (few || (!by_count && controls.top_p * o.mass <= MASS_TRIED)) {
-                o.bound = bound_of(row, few ? controls.top_k : NUM_TRIED);
-                o.num_hits = find_hits(row, o.bound);
-            } else if (by_count) {  // a guess at how far down a search needs to look
-                uint32_t lowest = 0;
-                for (int i = 0; i < row.each(); i++) {
-                    const uint32_t part = sh.part_keys[i * LANES + threadIdx.x % LANES];
-                    if (part > key_of(-INFINITY)) lowest = max(lowest, ~part);
-                }
-                o.bound = 2 * value_of(~lane_max(lowest)) - o.top;
+        const bool by_count = controls.top_k < row.a.num_columns;
+        const bool few = by_count && controls.top_k <= MAX_RANKED;
+        if (few || (!by_count && controls.top_p * o.mass <= MASS_TRIED)) {
+            o.bound = bound_of(row, few ? controls.top_k : NUM_TRIED);
+            o.num_hits = find_hits(row, o.bound);
+        } else if (by_count) {  // a guess at how far down a search needs to look
+            uint32_t lowest = 0;
+            for (int i = 0; i < row.each(); i++) {
+                const uint32_t part = sh.part_keys[i * LANES + threadIdx.x % LANES];
+                if (part > key_of(-INFINITY)) lowest = max(lowest, ~part);
             }
+            o.bound = 2 * value_of(~lane_max(lowest)) - o.top;
         }
     }
     if (threadIdx.x == 0) sh.overview = o;
@@ -1617,36 +1874,37 @@ __global__ void __launch_bounds__(DENSE ? MIN_THREADS : MAX_THREADS, DENSE ? DEN
     const int way = a.way[slot];
     const float temperature = a.temperature[slot];
     const bool by_count = a.top_k[slot] < a.num_columns, by_mass = a.top_p[slot] < INFINITY;
-    const bool weigh = way == PLAIN || (way == JOINT && by_mass) || (way == SEQUENTIAL && by_mass && !by_count);
+    const bool weigh = way == PLAIN || way == REDRAW || (way == JOINT && by_mass) || (way == SEQUENTIAL && by_mass && !by_count);
     if (t == num_threads() - 1) sh.controls = Controls(a, slot);
     if (size > 1) cluster_wait();  // all blocks have begun
     if (row.num_bias) row.mark_bias();
-    if (row.any_special()) {
-        row.template summarize<true>(LOG2E / temperature, weigh);
+    const bool noisy = way == GUMBEL || way == NOISE;
+    if (noisy) {
+        __syncthreads();
     } else {
-        row.template summarize<false>(LOG2E / temperature, weigh);
+        if (row.any_special()) {
+            row.template summarize<true>(LOG2E / temperature, weigh);
+        } else {
+            row.template summarize<false>(LOG2E / temperature, weigh);
+        }
+        row.sync();
     }
-    row.sync();
 
     int column = -1;
-    if (way == GREEDY || way == PLAIN) {
-        if (t >= LANES || rank) return;
+    if (noisy) {
+        column = noisy_argmax(row);
+    } else if (way == GREEDY || way == PLAIN || way == REDRAW) {
+        if (way != REDRAW && (t >= LANES || rank)) return;
         const uint32_t key = row.top_key();
-        const float top = value_of(key);
-        if (key > key_of(-INFINITY) && top < INFINITY)
-            column = way == GREEDY ? first_equal(row, key) : plain_draw(row, Softmax{temperature, top, LOG2E / temperature});
+        const Softmax softmax{temperature, value_of(key), LOG2E / temperature};
+        if (key > key_of(-INFINITY) && softmax.top < INFINITY)
+            column = way == GREEDY ? first_equal(row, key) : way == PLAIN ? plain_draw(row, softmax) : redraw(row, softmax);
     } else {
-        if (rank && way != GUMBEL && way != NOISE && by_count && a.top_k[slot] <= MAX_RANKED) return;
+        if (rank && by_count && a.top_k[slot] <= MAX_RANKED) return;
         if (t < LANES) overlook(row, sh.controls);
         __syncthreads();
         const Softmax softmax{temperature, sh.overview.top, LOG2E / temperature};
-        if (softmax.top > -INFINITY && softmax.top < INFINITY) {
-            if (way == GUMBEL || way == NOISE) {
-                column = noisy_argmax(row, softmax);
-            } else {
-                column = filtered_draw(row, softmax);
-            }
-        }
+        if (softmax.top > -INFINITY && softmax.top < INFINITY) column = filtered_draw(row, softmax);
     }
     if (t == 0 && rank == 0) {
         const bool finite = column >= 0;

@@ -7,10 +7,10 @@ Random numbers, for every sampler on every device (`philox.py`):
 
     key      k0, k1 = low and high half of the slot's 64-bit seed
     counter  c0 = sampled-token index of the row (0 for its first sampled token), modulo 2^32
-             c1 = 0 for the one number that a draw needs, 1 for the noise of a column
+             c1 = 0 for a draw, 1 for the noise of a column
              c2 = choice index modulo 2^32
-             c3 = 0 for a draw, token id // 4 for the noise of a column
-    word     0 for a draw, token id % 4 for the noise of a column
+             c3 = 0 for a draw, token id // 4 for the noise of a column; where draws are rejected, how many were before
+    word     0 for a draw, 1 for the place of what was drawn among its equals, token id % 4 for the noise of a column
     u        (2 * (word >> 9) + 1) * 2^-24, exact in float32, in (0, 1)
 
 Nothing else enters, so a row's numbers do not depend on its neighbours, its slot, its place in the batch or the filters, and
@@ -32,15 +32,17 @@ END = 0  # the end token
 NEVER = 1 << 62  # a step that no sequence reaches
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 MIN_TOP_P = 1e-9  # below every possible largest probability, so that anything less means the same and would only underflow
+REDRAW_FROM = 0.25  # a row with this top_p or more and no top_k is drawn until a draw is kept: at most four times on average
 
-Way = Literal["greedy", "plain", "joint", "sequential", "noisy"]
+Way = Literal["greedy", "plain", "redraw", "joint", "sequential", "noisy"]
 
 
 class Needs(NamedTuple):
     """What a slot's rows need, known on the host, so that a step skips the rest without asking the device.
 
-    way        how the token is found: the largest logit; a draw from the whole softmax; a draw behind one of the two filters;
-               the largest logit after noise (rules "gumbel" and "noise")
+    way        how the token is found: the largest logit; a draw from the whole softmax; such draws until top_p keeps one (rule
+               "joint" by top_p alone); a draw behind one of the two filters; the largest logit after noise (rules "gumbel" and
+               "noise")
     logprobs   None, or how many of the most likely tokens to report
     """
 
@@ -179,8 +181,11 @@ class Controls:
             return "greedy"
         if params.rule in ("gumbel", "noise"):
             return "noisy"
-        if self._top_k(params) == self.num_columns and _top_p(params) == torch.inf:
-            return "plain"
+        if self._top_k(params) == self.num_columns:
+            if _top_p(params) == torch.inf:
+                return "plain"
+            if params.rule == "joint" and _top_p(params) >= REDRAW_FROM:
+                return "redraw"
         return params.rule
 
     def _bias(self, params: SamplingParams) -> dict[int, float]:

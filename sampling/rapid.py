@@ -15,7 +15,7 @@ from sampling.params import SamplingParams
 from sampling.reference import report_logprobs
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-WAYS = {"greedy": 0, "plain": 1, "joint": 2, "sequential": 3}  # and 4 gumbel, 5 noise
+WAYS = {"greedy": 0, "plain": 1, "joint": 2, "sequential": 3, "redraw": 6}  # and 4 gumbel, 5 noise
 TENSORS = ("temperature", "top_k", "top_p", "alpha_presence", "alpha_frequency", "alpha_decay", "noise", "penalized")
 POINTER = ctypes.c_void_p
 

@@ -9,18 +9,24 @@ with logits l, in this order:
 4. "joint" and "sequential": q = softmax(x), a filter turns q into weights w (`joint_cut`, `sequential_cut`), and the token is
    drawn by the inverse of the distribution function in ascending order of ids: the first column whose running sum of w
    exceeds u * (sum of w). A kernel gets the same order from a scan over blocks of columns.
+   A "joint" row with top_p >= 0.25 and no top_k gets there by rejection, so that no boundary has to be found: candidates are
+   drawn in this way from q itself until one is kept. A candidate stands, when the row's mass is laid out from the largest q
+   down, at a random place within the share of its equals, and is kept when that is inside the first top_p: with S the mass of
+   larger columns, E that of equal ones and a second number v, when S + v * E < top_p. So, with theta and edge of `joint_cut`, a
+   column above theta is kept for sure, one below it never, and one equal to it with the probability edge / theta.
 5. "gumbel": the largest x + g with g = -log(max(-log u, 6.2e-5)), u for each column; this is an exact draw from softmax(x),
    but for g being capped near 9.7. "noise": the largest x + noise * u. Ties to the lowest id.
 6. Penalised rows: every penalty is multiplied by alpha_decay, then the sampled token's grows by alpha_presence if it was
    exactly 0 before this step, else by alpha_frequency (`Controls` holds the frequency as presence where presence is 0).
 
-The random numbers are laid out in `base.py`. Running sums are rounded in the order of the columns on a CPU; a parallel scan
-rounds otherwise, so devices agree up to rounding at the borders between columns.
+The random numbers are laid out in `base.py`. Running sums are rounded as the device adds them up, so devices agree up to
+rounding at the borders between columns.
 
 On a CUDA device greedy rows, unfiltered rows and penalties wait for nothing. The filters read back whether the best columns
-held the boundary, and noise reads back how many columns can win; the kernels do neither.
+held the boundary, rejection reads back which rows are done, and noise how many columns can win; the kernels do none of it.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -32,7 +38,11 @@ from sampling.params import SamplingParams
 from sampling.philox import MASK, philox, uniform
 
 FIRST_SIZE, LAST_SIZE = 64, 4096  # how many of the best columns a filter looks at first, and at most before it takes all
-NUM_AHEAD = 32  # steps whose draw numbers are made at once
+PART = 256  # columns
+CACHED = 1 << 18  # columns that are worked on together where that takes several ops
+BELOW_ONE = 1 - 2.0**-24
+NUM_AHEAD = 16  # steps whose draw numbers are made at once,
+CANDIDATES = 4  # each time for so many candidates
 GUMBEL = RULES.index("gumbel")
 
 Cut = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -52,7 +62,8 @@ class ReferenceSampler:
             raise ValueError(f"ids: expected [U] int64, strictly increasing, got {tuple(ids.shape)} {ids.dtype}")
         self.controls = Controls(num_slots, ids, device)
         self.ids = ids.to(device)
-        self._ahead = torch.zeros(num_slots, NUM_AHEAD, dtype=torch.float32, device=device)  # draw numbers, by step % NUM_AHEAD
+        # Numbers for draws, by step % NUM_AHEAD.
+        self._ahead = torch.zeros(num_slots, NUM_AHEAD, CANDIDATES, 2, dtype=torch.float32, device=device)
 
     def start_many(self, slots: Sequence[int], params: Sequence[SamplingParams], choices: Sequence[int]) -> None:
         """See `Controls.start_many`."""
@@ -112,13 +123,35 @@ class ReferenceSampler:
         if way == "noisy":
             return self._noisy(z, slots)
         q = self._tempered(z, slots).softmax(-1)
-        u = self._draw_numbers(slots, slot_list)
+        numbers = self._draw_numbers(slots, slot_list)
+        u = numbers[:, 0, :1]
         finite = ~q[:, 0].isnan()  # one NaN, one +inf or nothing but -inf makes the whole row NaN
         if way == "plain":
             return draw_plain(q, u), finite
-        controls = self.controls
-        top_k, top_p = at(controls.top_k, slots).long()[:, None], at(controls.top_p, slots)[:, None]
+        top_p = at(self.controls.top_p, slots)[:, None]
+        if way == "redraw":
+            return self._redraw(q, top_p, numbers, finite, slots), finite
+        top_k = at(self.controls.top_k, slots).long()[:, None]
         return draw_filtered(q, top_k, top_p, u, joint_cut if way == "joint" else sequential_cut), finite
+
+    def _redraw(self, q: Tensor, top_p: Tensor, numbers: Tensor, finite: Tensor, slots: Tensor) -> Tensor:
+        """Return the first candidate of each row that top_p keeps [R] int64; `numbers` are those of the first ones."""
+        parts = in_parts(q)
+        masses, maxima = parts.sum(-1), parts.amax(-1)
+        columns = torch.zeros_like(slots)
+        rows = finite.nonzero()[:, 0]  # that have no token yet
+        numbers = at(numbers, rows)
+        for index in itertools.count():
+            if not len(rows):
+                return columns
+            if index and index % CANDIDATES == 0:
+                some = at(slots, rows)
+                numbers = self._candidate_numbers(some, at(self.controls.step, some), index)
+            u = numbers[:, index % CANDIDATES]
+            drawn = draw(parts, masses, rows, u[:, :1])
+            columns.index_copy_(0, rows, drawn)
+            rest = ~is_kept(parts, masses, maxima, rows, drawn, u[:, 1:], at(top_p, rows))
+            rows, numbers = rows[rest], numbers[rest]
 
     def _greedy(self, z: Tensor) -> tuple[Tensor, Tensor]:
         best, columns = z.max(-1)  # the first of equal ones; NaN wins over all
@@ -140,7 +173,7 @@ class ReferenceSampler:
         return z.float() / at(self.controls.temperature, slots)[:, None]
 
     def _draw_numbers(self, slots: Tensor, slot_list: Sequence[int]) -> Tensor:
-        """Return u [R, 1], the number each row draws with in this step.
+        """Return [R, CANDIDATES, 2], for each row's first draws in this step: u, and the place among equals.
 
         Philox costs the same for one number as for hundreds, so each slot's are made for NUM_AHEAD steps at once.
         """
@@ -149,15 +182,21 @@ class ReferenceSampler:
         if empty:
             self._draw_ahead(slots if len(empty) == len(steps) else at(slots, self._index(empty)))
         places = [slot * NUM_AHEAD + step for slot, step in zip(slot_list, steps, strict=True)]
-        return at(self._ahead.view(-1, 1), self._index(places))
+        return at(self._ahead.flatten(0, 1), self._index(places))
 
     def _draw_ahead(self, slots: Tensor) -> None:
         """Fill the draw numbers of the slots from their present step on."""
-        repeated = slots.repeat_interleave(NUM_AHEAD)
-        later = torch.arange(NUM_AHEAD, device=slots.device).repeat(len(slots))
-        zero = torch.zeros_like(repeated)
-        words = self._words(repeated, at(self.controls.step, repeated) + later, zero, zero)
-        self._ahead.index_copy_(0, slots, uniform(words[0]).view(-1, NUM_AHEAD))
+        later = torch.arange(NUM_AHEAD, device=slots.device)
+        step = at(self.controls.step, slots)[:, None] + later
+        numbers = self._candidate_numbers(slots.repeat_interleave(NUM_AHEAD), step.flatten(), 0)
+        self._ahead.index_copy_(0, slots, numbers.view(-1, NUM_AHEAD, CANDIDATES, 2))
+
+    def _candidate_numbers(self, slots: Tensor, step: Tensor, first: int) -> Tensor:
+        """Return [n, CANDIDATES, 2]: the numbers of the candidates from `first` on, of slots [n] at steps [n]."""
+        index = torch.arange(first, first + CANDIDATES, device=slots.device).repeat(len(slots))
+        slots, step = slots.repeat_interleave(CANDIDATES), step.repeat_interleave(CANDIDATES)
+        words = self._words(slots, step, torch.zeros_like(slots), index)
+        return uniform(words[:2].T).view(-1, CANDIDATES, 2)
 
     def _column_numbers(self, slots: Tensor, ids: Tensor) -> Tensor:
         """Return u [n], the noise of token ids[i] in slot slots[i] in this step."""
@@ -216,8 +255,59 @@ def report_logprobs(
 
 def draw_plain(q: Tensor, u: Tensor) -> Tensor:
     """Return the drawn column of each row [R] int64 by its probabilities q [R, U] and number u [R, 1]."""
-    sums = q.cumsum(-1)
-    return first_above(sums, sums[:, -1:] * u).clamp_(max=q.shape[1] - 1)[:, 0]  # clamped for NaN rows
+    parts = in_parts(q)
+    columns = draw(parts, parts.sum(-1), torch.arange(len(q), device=q.device), u)
+    return columns.clamp_(max=q.shape[1] - 1)  # for NaN rows
+
+
+def in_parts(q: Tensor) -> Tensor:
+    """Return q [R, U] as [R, parts, PART], with zeros at the end: sums by parts depend neither on other rows nor on threads."""
+    padding = -q.shape[1] % PART
+    return (torch.nn.functional.pad(q, (0, padding)) if padding else q).view(len(q), -1, PART)
+
+
+def draw(parts: Tensor, masses: Tensor, rows: Tensor, u: Tensor) -> Tensor:
+    """Draw a column of each of `rows` [n] by number u [n, 1]: first the part, then the column in it.
+
+    Args:
+        parts: [R, parts, PART] fp32 probabilities
+        masses: [R, parts] fp32, their sums
+    Returns:
+        [n] int64, a place in `parts` even where the row is NaN
+    """
+    masses = at(masses, rows)
+    sums = masses.cumsum(-1)
+    target = sums[:, -1:] * u
+    part = first_above(sums, target).clamp_(max=sums.shape[1] - 1)
+    inside = parts[rows, part[:, 0]].cumsum(-1)  # [n, PART]
+    # below the sum, whatever the rounding, so that a column with any probability is found
+    target = torch.minimum(target - (sums - masses).gather(1, part), inside[:, -1:] * BELOW_ONE)
+    return (part * PART + first_above(inside, target).clamp_(max=PART - 1))[:, 0]
+
+
+def is_kept(
+    parts: Tensor, masses: Tensor, maxima: Tensor, rows: Tensor, columns: Tensor, number: Tensor, top_p: Tensor
+) -> Tensor:
+    """Return [n] bool: whether the candidate's place in its row's mass, from the largest q down, is inside the first top_p.
+
+    Args:
+        parts, masses: as in `draw`
+        maxima: [R, parts] fp32, the largest of each part
+        rows, columns: [n] int64, the candidates
+        number: [n, 1] fp32 in (0, 1), the place among equal columns
+        top_p: [n, 1] fp32
+    """
+    value = parts.view(len(parts), -1)[rows, columns][:, None]
+    # Of a part with larger columns the largest one is in front of the candidate at least, and at most all of it.
+    maxima = at(maxima, rows)
+    front = torch.where(maxima > value, 1.0, torch.where(maxima == value, number, 0.0))
+    kept = (at(masses, rows) * front).sum(-1) < top_p[:, 0]
+    unclear = (~kept & ((maxima * front).sum(-1) < top_p[:, 0])).nonzero()[:, 0]
+    for some in unclear.split(max(CACHED // parts[0].numel(), 1)):
+        q, v = at(parts, rows[some]), value[some, :, None]
+        above, at_least = (larger.mul_(q).sum(-1).sum(-1, True) for larger in (q.clone().gt_(v), q.clone().ge_(v)))
+        kept[some] = (above + number[some] * (at_least - above) < top_p[some])[:, 0]
+    return kept
 
 
 def draw_filtered(q: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor, cut: Cut, size: int = FIRST_SIZE) -> Tensor:

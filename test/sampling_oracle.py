@@ -107,9 +107,23 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
     return x0, x1, x2, x3
 
 
-def number(seed: int, step: int, choice: int, token: int | None = None) -> float:
-    """Return u: of the draw when `token` is None, else of the token's noise."""
+def number(seed: int, step: int, choice: int, token: int | None = None, num_rejected: int = 0, word: int = 0) -> float:
+    """Return u: word 0 or 1 of the draw after `num_rejected` others when `token` is None, else of the token's noise."""
     seed %= 2**64
-    purpose, block, lane = (0, 0, 0) if token is None else (1, token // 4, token % 4)
-    word = philox((step % 2**32, purpose, choice % 2**32, block), (seed % 2**32, seed >> 32))[lane]
-    return (2 * (word >> 9) + 1) / 2**24
+    purpose, block, word = (0, num_rejected, word) if token is None else (1, token // 4, token % 4)
+    bits = philox((step % 2**32, purpose, choice % 2**32, block), (seed % 2**32, seed >> 32))[word]
+    return (2 * (bits >> 9) + 1) / 2**24
+
+
+def draw_by_rejection(q: np.ndarray, top_p: float, seed: int, step: int, choice: int) -> tuple[int, float]:
+    """Return the first drawn column that top_p keeps, and how close a draw came to being decided otherwise."""
+    sums, margin = q.cumsum(), math.inf
+    for num_rejected in range(10_000):
+        u, v = (number(seed, step, choice, None, num_rejected, word) for word in (0, 1))
+        target = u * sums[-1]
+        column = int(np.flatnonzero((sums > target) & (q > 0))[0])
+        place = q[q > q[column]].sum() + v * q[q == q[column]].sum()
+        margin = min(margin, sums[column] - target, target - (sums[column] - q[column]), abs(place - top_p))
+        if place < top_p:
+            return column, margin
+    raise AssertionError("nothing is kept")

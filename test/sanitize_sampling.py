@@ -27,6 +27,9 @@ CONTROLS = [
     {"rule": "sequential", "top_k": 800, "top_p": 0.9},
     {"rule": "gumbel"},
     {"rule": "noise", "noise": 1.5},
+    {"top_k": 0, "top_p": 0.2},
+    {"top_k": 0, "top_p": 0.4, "temperature": 9.0},
+    {"top_k": 0, "top_p": 0.99, "logit_bias": ((9, 3.0),), "min_tokens": 1},
 ]
 
 

@@ -84,13 +84,18 @@ def test_uniform_is_exact_and_open():
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 - 1, 2**64 + 5, 0x123456789ABCDEF])
 def test_numbers_follow_the_documented_layout(seed):
-    """Draws over several refills, and column noise with gaps in the ids."""
+    """Draws over several refills, further draws after rejected ones, and column noise with gaps in the ids."""
     ids = torch.tensor([0, 3, 4, 7, 100, 65529])
     sampler = started([unpenalized(rule="gumbel", seed=seed)] * 3, ids, choices=[0, 5, 2**32 + 1])
     slots = torch.tensor([2, 0, 1])
     for step in range(70):
-        u = sampler._draw_numbers(slots, [2, 0, 1])[:, 0]
-        assert u.tolist() == [oracle.number(seed, step, choice) for choice in (2**32 + 1, 0, 5)]
+        first = sampler._draw_numbers(slots, [2, 0, 1])
+        later = sampler._candidate_numbers(slots, sampler.controls.step[slots], 40)
+        assert first[:, 0, 0].tolist() == [oracle.number(seed, step, choice) for choice in (2**32 + 1, 0, 5)]
+        for numbers, num_rejected in ((first, 0), (later, 40)):
+            assert numbers[1].tolist() == [
+                [oracle.number(seed, step, 0, None, num_rejected + i, word) for word in (0, 1)] for i in range(numbers.shape[1])
+            ]
         noise = sampler._column_numbers(torch.full_like(ids, 1), ids)
         assert noise.tolist() == [oracle.number(seed, step, 5, token) for token in ids.tolist()]
         sampler.controls.advance(slots, [2, 0, 1])
@@ -303,6 +308,87 @@ def test_draws_follow_the_distribution_long(case):
     check_draws(f"{case} {params}", z, params, distribution(z, params), 200_000, seed=1000 + case)
 
 
+# --- draws that are rejected ---
+
+PEAK = torch.where(torch.arange(300) == 123, 6.0, spread(300, 0.5))  # 0.55 of the mass; of the rest every column counts
+REJECTED = [  # logits, controls: top_p alone, from 0.25 on
+    (tied(25), {"top_p": 0.6}),
+    (torch.zeros(40), {"top_p": 0.3}),
+    (PEAK, {"top_p": 0.5}),
+    (PEAK, {"top_p": 0.7, "temperature": 1.1}),
+    (masked(60), {"top_p": 0.25}),
+    (spread(300, 1.0), {"top_p": 0.999}),
+    (spread(300, 2.0).round(), {"top_p": 0.9, "ignore_eos": True, "logit_bias": ((7, 2.0), (250, 30.0), (9, -100.0))}),
+]
+
+
+def rejected_row(z: torch.Tensor, params: dict) -> np.ndarray:
+    """Return q [V] float64 of logits after the masked end token and the bias."""
+    row = z.double().numpy().copy()
+    if params.get("ignore_eos"):
+        row[0] = -np.inf
+    for token, bias in params.get("logit_bias", ()):
+        row[token] += bias
+    return oracle.softmax(row, params.get("temperature", 1.0))
+
+
+def test_only_a_large_top_p_alone_rejects_draws():
+    below = math.nextafter(0.25, 0)
+    cases = [
+        ({"top_k": 0, "top_p": 0.25}, "redraw"),
+        ({"top_k": 300, "top_p": 0.999}, "redraw"),
+        ({"top_k": 0, "top_p": below}, "joint"),
+        ({"top_k": 299, "top_p": 0.6}, "joint"),
+        ({"top_k": 0, "top_p": 0.6, "rule": "sequential"}, "sequential"),
+        ({"top_k": 0, "top_p": 1.0}, "plain"),
+    ]
+    sampler = started([unpenalized(**controls) for controls, _ in cases], 300)
+    assert [need.way for need in sampler.controls.needs] == [way for _, way in cases]
+
+
+@pytest.mark.parametrize("case", range(len(REJECTED)))
+def test_rejection_gives_the_weights_of_the_joint_rule(case):
+    z, params = REJECTED[case]
+    weights, _ = oracle.joint_weights(rejected_row(z, params), 0, params["top_p"])
+    check_draws(f"{case} {params}", z, {"top_k": 0, **params}, weights / weights.sum(), 12_000, seed=500 + case)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", range(len(REJECTED)))
+def test_rejection_gives_the_weights_of_the_joint_rule_long(case):
+    z, params = REJECTED[case]
+    weights, _ = oracle.joint_weights(rejected_row(z, params), 0, params["top_p"])
+    check_draws(f"{case} {params}", z, {"top_k": 0, **params}, weights / weights.sum(), 400_000, seed=1500 + case)
+
+
+@pytest.mark.parametrize("case", range(len(REJECTED)))
+def test_rejection_draws_with_the_documented_numbers(case):
+    """Token for token, over steps and choices."""
+    z, params = REJECTED[case]
+    q = rejected_row(z, params)
+    seeds, choices = [3 + 1000 * row for row in range(12)], [row % 3 for row in range(12)]
+    sampler = started([unpenalized(seed=seed, top_k=0, **params) for seed in seeds], len(z), choices)
+    for step in range(3):
+        ids = sample(sampler, z.expand(12, -1)).ids.tolist()
+        for id, seed, choice in zip(ids, seeds, choices, strict=True):
+            expected, margin = oracle.draw_by_rejection(q, params["top_p"], seed, step, choice)
+            assert id == expected or margin < 1e-6, (step, seed, margin)
+
+
+def test_rejection_with_penalties():
+    """Each draw moves the next one's distribution."""
+    params = SamplingParams(top_k=0, top_p=0.6, seed=11, alpha_presence=1.0, alpha_frequency=0.3, alpha_decay=0.9)
+    sampler = started([params], 50)
+    z, penalties = spread(50, 2.0), np.zeros(50)
+    for step in range(30):
+        q = oracle.softmax(z.double().numpy() - penalties, 1.0)
+        drawn = sample(sampler, z[None]).ids.item()
+        expected, margin = oracle.draw_by_rejection(q, 0.6, 11, step, 0)
+        assert drawn == expected or margin < 1e-5, (step, margin)
+        penalties = oracle.next_penalties(penalties, drawn, 1.0, 0.3, 0.9)
+
+
 # --- penalties ---
 
 
@@ -352,6 +438,7 @@ MIXED = [
     SamplingParams(),
     unpenalized(),
     unpenalized(top_k=0, top_p=0.95),
+    SamplingParams(top_k=0, top_p=0.3, temperature=3.0),
     unpenalized(top_k=0, top_p=1.0),
     SamplingParams(rule="sequential", top_k=20, top_p=0.9),
     unpenalized(rule="sequential", top_k=0, top_p=0.9, temperature=2.0),
@@ -390,13 +477,14 @@ def test_a_row_in_company_equals_the_row_alone():
     assert torch.equal(together.controls.penalties, alone.controls.penalties)
 
 
-@pytest.mark.parametrize("rule", ["joint", "sequential", "gumbel", "noise"])
+@pytest.mark.parametrize("rule", ["joint", "joint, top_p alone", "sequential", "gumbel", "noise"])
 @pytest.mark.parametrize("num_columns", [pytest.param(8192, marks=pytest.mark.long), 65_536])
 def test_same_seed_same_ids_in_large_batches(rule, num_columns):
     """As above where torch splits work over threads."""
     torch.set_num_threads(2)
-    params = [SamplingParams(rule=rule, noise=2.0, seed=row) for row in range(12)]
-    logits = torch.randn(12, num_columns, generator=torch.Generator().manual_seed(7)) * 3
+    controls = {"rule": "joint", "top_k": 0, "top_p": 0.9} if "alone" in rule else {"rule": rule}
+    params = [SamplingParams(**controls, noise=2.0, seed=row) for row in range(12)]
+    logits = torch.randn(12, num_columns, generator=torch.Generator().manual_seed(7)) * (1 if "alone" in rule else 3)
     together, alone = started(params, num_columns), started(params, num_columns)
     for _ in range(2):
         ids = sample(together, logits).ids
