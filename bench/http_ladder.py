@@ -5,7 +5,8 @@
     python bench/http_ladder.py --url http://127.0.0.1:8000 --engine-tokens-per-second 23000 [--mixed 20000] [--out FILE]
 
 Prompts of 16 words, all different, 256 tokens each, end tokens ignored. "batch" is one request of --rows prompts, whole and
-as a stream; "streams" are as many requests of one prompt; "singles" are 16 requests of one prompt at once against one alone.
+as a stream; "streams" are as many requests of one prompt; "singles" are 16 requests of one prompt at once against one alone,
+each the median of three rounds by turns.
 Mixed load joins, leaves and cancels at random; the GPU's and the processes' memory is read at a tenth of it and at its end.
 """
 

@@ -7,7 +7,7 @@
 // each part its largest value and the mass of its weights are left in shared memory (`summarize`). From these follow the row's
 // largest value and mass, and mostly also where to look: a greedy row or a draw from all columns reads one part again; a filter
 // reads the parts that can hold kept columns again, puts the few columns above a bound on a list, and ranks them against one
-// another (`list_hits`, `rank`). A boundary further down is searched for as in Rapid-Sampling (Triang-jyed-driung), by value
+// another (`list_staged`, `rank_list`). A boundary further down is searched for as in Rapid-Sampling (Triang-jyed-driung), by value
 // and without sorting: a histogram of counts bounds the value from both sides, and the columns in between are listed (`search`).
 // A row filtered by top_p alone, unless that is small, needs no boundary: as in FlashInfer's rejection sampling it is drawn from
 // all columns until a draw is kept; the mass of larger columns and the number of equal ones decide that (`redraw`). Rows with
@@ -449,7 +449,7 @@ struct Row {
             }
         }
     }
-    // Final values of a part's vector, after `summarize`.
+    // Final values of a part's vector, after `summarize`, or in rows with noise after `mark_bias`.
     __device__ __forceinline__ void load(int part, float (&v)[8]) const {
         load_vector(part * LANES + threadIdx.x % LANES, v);
     }

@@ -206,7 +206,7 @@ __global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __
     const int rest = max(end - begin, 0), count = rest / ROUND * 2 + min(rest % ROUND, 2);  // of this warp
     const uint32_t ring = shared_address(memory) + warp * RING * STAGE_BYTES;
 
-    constexpr int PIECES = COLUMNS / 8, AT_ONCE = LANES / PIECES;  // of 16 bytes to a row; rows that a warp copies at once
+    constexpr int PIECES = COLUMNS / 8, ROWS_AT_ONCE = LANES / PIECES;  // of 16 bytes to a row; rows that a warp copies at once
     const int piece = lane % PIECES, row = lane / PIECES;
     const __half* const rows = weight + int64_t(begin * UNITS + row) * width + first_column + piece * 8;
     auto copy = [&](int step, uint32_t on) {
@@ -214,7 +214,7 @@ __global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __
             const __half* from = rows + int64_t(first_unit(step)) * width;
             const uint32_t to = ring + step % RING * STAGE_BYTES;
 #pragma unroll
-            for (int i = 0; i < UNITS; i += AT_ONCE)
+            for (int i = 0; i < UNITS; i += ROWS_AT_ONCE)
                 copy_if(to + (i + row) * ROW_BYTES + (piece ^ turn_of(i + row)) * 16, from + int64_t(i) * width, on >> (i + row) & 1);
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
@@ -234,11 +234,11 @@ __global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __
         const uint32_t stage = ring + step % RING * STAGE_BYTES;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const uint32_t row = stage + (slot / 2 * 8 + 4 * h + lane / 16 * 2 + slot % 2) * ROW_BYTES;
+            const uint32_t fragment = stage + (slot / 2 * 8 + 4 * h + lane / 16 * 2 + slot % 2) * ROW_BYTES;
 #pragma unroll
             for (int m = 0; m < COLUMNS / 16; m++) {
                 uint32_t a[4];
-                load_transposed(row + ((2 * m + right) ^ slot) * 16, a);
+                load_transposed(fragment + ((2 * m + right) ^ slot) * 16, a);
 #pragma unroll
                 for (int n = 0; n < HALVES; n++) mma(sum[m][n], a[0], a[1], a[2], a[3], h ? x[n].z : x[n].x, h ? x[n].w : x[n].y);
             }
@@ -375,7 +375,7 @@ RWKV_EXPORT int rwkv_sparse_project(const void* hidden, const void* weight, void
 RWKV_EXPORT int rwkv_union_project(const void* hidden, const void* weight, void* out, int num_tokens, int units, int width,
                                    int overlap, void* stream) {
     if (!device().hopper) return cudaErrorNotSupported;
-    if (num_tokens > 16 || units % UNITS || width % COLUMNS) return cudaErrorInvalidValue;
+    if (num_tokens > 16 || units % UNITS || width % 128) return cudaErrorInvalidValue;
     return (num_tokens <= 8 ? start_union<1> : start_union<2>)(static_cast<const __half*>(hidden), static_cast<const __half*>(weight),
                                                                static_cast<__half*>(out), num_tokens, units, width, overlap, stream);
 }

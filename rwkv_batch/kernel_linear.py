@@ -87,7 +87,7 @@ class LowRank:
 
 
 class Linear:
-    """The kernels of cuda/linear.cu; ValueError, naming the argument, for tensors they cannot take.
+    """The kernels of cuda/linear.cu, grouped.cu and sparse.cu; ValueError, naming the argument, for tensors they cannot take.
 
     overlap  let a kernel start, and fetch its weights, while the one before it in the stream ends (programmatic dependent
              launch); its weights must not be written by that one
@@ -194,7 +194,7 @@ class Linear:
     def union_project(self, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
         """out [N, C] = hidden [N, F] weight [F, C], reading once the rows of units that are on in some token.
 
-        On Hopper GPUs, `weight` finite, and see `union_fits`.
+        N <= 16; F a multiple of 32, C of 128; on Hopper GPUs; `weight` finite.
         """
         n, f, c = self._check_sparse(hidden, weight, out)
         _require(self.union_fits(n, f, c), f"union_project: N {n}, F {f} or C {c} does not fit, or the GPU is no Hopper")

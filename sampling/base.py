@@ -243,7 +243,8 @@ class Sampled(NamedTuple):
     """What one step sampled, on the device. B rows.
 
     ids           [B] int64 token ids; 0 in rows that are not finite
-    finite        [B] bool; False where the row's logits held NaN or +inf, or nothing but -inf
+    finite        [B] bool; False where the row's logits held NaN or +inf, which may go unnoticed under a mask, or nothing but
+                  -inf
     logprobs      [B] fp32 log-probability of the sampled token; None when no row asked, NaN in rows that did not
     top_ids       [B, n] int64 most likely tokens, likeliest first, ties to the lowest id; n is the most that a row asked for,
                   so a row that asked for fewer reads its first ones; -1 in rows that did not ask

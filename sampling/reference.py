@@ -280,8 +280,8 @@ def draw(parts: Tensor, masses: Tensor, rows: Tensor, u: Tensor) -> Tensor:
     target = sums[:, -1:] * u
     part = first_above(sums, target).clamp_(max=sums.shape[1] - 1)
     inside = parts[rows, part[:, 0]].cumsum(-1)  # [n, PART]
-    # below the sum, whatever the rounding, so that a column with any probability is found
-    target = torch.minimum(target - (sums - masses).gather(1, part), inside[:, -1:] * BELOW_ONE)
+    # not below zero and below the sum, whatever the rounding, so that a column with any probability is found
+    target = torch.minimum(target - (sums - masses).gather(1, part), inside[:, -1:] * BELOW_ONE).clamp_(min=0)
     return (part * PART + first_above(inside, target).clamp_(max=PART - 1))[:, 0]
 
 

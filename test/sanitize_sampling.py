@@ -5,6 +5,7 @@ compute-sanitizer --tool memcheck --error-exitcode 1 python test/sanitize_sampli
 compute-sanitizer --tool racecheck --error-exitcode 1 python test/sanitize_sampling.py
 """
 
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,14 +48,15 @@ def launch(copies: int, num_columns: int, stride: int, types: Sequence[torch.dty
     num_rows, lib = len(params), library(0)
     slots = torch.arange(num_rows, device="cuda")
     allowed = torch.rand(num_columns, generator=torch.Generator().manual_seed(1)) < 0.9
-    for dtype in types:
-        sampler = RapidSampler(num_rows, torch.arange(num_columns), "cuda", lib, allowed=allowed)
+    allowed[5] = True
+    for dtype, mask in itertools.product(types, (allowed, None)):
+        sampler = RapidSampler(num_rows, torch.arange(num_columns), "cuda", lib, allowed=mask)
         sampler.start_many(list(range(num_rows)), params, [0] * num_rows)
         for scale in (3.0, 0.0):  # of noise, and all equal
             logits = (torch.randn(num_rows, stride, device="cuda") * scale).to(dtype)[:, :num_columns]
-            logits[3, 5] = float("nan")
+            logits[[3, 8], 5] = float("nan")
             sampled = sampler.sample(logits, slots.masked_fill(slots == 7, -1))
-        assert sampled.finite.tolist() == [row != 3 for row in range(num_rows)]
+        assert sampled.finite.tolist() == [row not in (3, 8) for row in range(num_rows)]
     torch.cuda.synchronize()
     print("launched", num_columns, sampler.controls.step.tolist())
 

@@ -13,7 +13,7 @@ from sampling.base import NEVER, Controls, Sampled
 from sampling.choose import choose
 from sampling.params import SamplingParams
 from sampling.philox import philox, uniform
-from sampling.reference import ReferenceSampler, best_columns, joint_cut, sequential_cut
+from sampling.reference import ReferenceSampler, best_columns, draw_plain, joint_cut, sequential_cut
 
 BORDER = 1e-5  # columns whose q is this close to the boundary, relatively, may fall on either side; float32 softmax, CPU
 MASS = 5e-6  # as may columns at which the mass is this close to top_p
@@ -217,6 +217,19 @@ def test_underflowed_columns_are_never_drawn():
     for rule in ("joint", "sequential"):
         sampler = started([unpenalized(rule=rule, top_k=50, top_p=1.0, seed=1)], 100)
         assert {sample(sampler, z).ids.item() for _ in range(50)} == {40}
+
+
+def test_rounding_at_the_borders_of_parts_draws_no_masked_column():
+    """Each part begins with a column that cannot be drawn; numbers around all borders between parts are tried."""
+    z = torch.randn(1, 65_536, generator=torch.Generator().manual_seed(0)).half().float()
+    z[:, ::256] = -torch.inf
+    q = z.softmax(-1)
+    sums = q.view(-1, 256).sum(-1).cumsum(-1)
+    borders = sums / sums[-1]
+    for steps in range(-5, 6):
+        for u in (borders + steps * 2.0**-24)[:-1].clamp(2.0**-24, 1 - 2.0**-24).split(64):
+            drawn = draw_plain(q.expand(len(u), -1), u[:, None])
+            assert bool((q[0, drawn] > 0).all())
 
 
 # --- the distribution ---
