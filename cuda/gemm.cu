@@ -124,7 +124,8 @@ __device__ __forceinline__ void load(
     const CUtensorMap& w_map, const CUtensorMap& x_map, const CUtensorMap& beside_map, const Shape& p, const Work& work,
     char* stages, Barriers& barriers
 ) {
-    // Beside a sparse product (cuda/sparse.cu), which reads once too, 16 rows are 1 % faster where this one does not say so.
+    // Up to 16 rows share the L2 cache with the sparse product (cuda/sparse.cu), which says so of its weights: whole steps were
+    // slower on an H200 where all weights were to leave first.
     const uint64_t w_policy = p.n_tiles == 1 && BN > 16 ? READ_ONCE : READ_AGAIN;
     auto load_w = [&](int stage, const Tile& tile, int k) {
         expect_bytes(&barriers.full[stage], stage_bytes(BM, BN));

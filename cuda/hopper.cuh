@@ -12,6 +12,8 @@ namespace rwkv {
 
 #if __CUDA_ARCH__ >= 900
 
+constexpr uint64_t READ_ONCE = 0x12F0000000000000, READ_AGAIN = 0x1000000000000000;  // L2 policies evict_first, evict_normal
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void init_barrier(uint64_t* barrier, int count) {
@@ -58,8 +60,6 @@ __device__ __forceinline__ void sync_threads(int barrier, int count) {
 
 // What this thread stored in shared memory is seen by copies and products that start after the next barrier.
 __device__ __forceinline__ void publish_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-constexpr uint64_t READ_ONCE = 0x12F0000000000000, READ_AGAIN = 0x1000000000000000;  // L2 policies evict_first, evict_normal
 
 // Copy the box at (c0, c1, c2[, c3]) of a tensor map into shared memory; its bytes count towards `barrier`.
 __device__ __forceinline__ void copy_box(

@@ -225,7 +225,7 @@ __global__ __launch_bounds__((WARPS + 1) * LANES, HALVES == 1 && STAGES * STAGE_
                     asm volatile(
                         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
                             shared_address(ring + (stage * ROWS + lane) * PITCH)),
-                        "l"(from + k), "r"(bytes), "r"(shared_address(full + stage)), "l"(0x12F0000000000000)  // evict first
+                        "l"(from + k), "r"(bytes), "r"(shared_address(full + stage)), "l"(READ_ONCE)
                         : "memory");
                 advance();
             }

@@ -220,14 +220,14 @@ def _plan_few(N: int, M: int, K: int, batch: int, processors: int) -> Plan:
 
 def _rival_plans(plan: Plan, M: int, K: int, batch: int, processors: int) -> list[Plan]:
     """With as many stages as there is room for; and with tiles twice as high, which read x half as often."""
-    rivals = []
+    steps, rivals = K // BK, []
     for height in TILES:
         tiles, split = math.ceil(M / height) * batch, plan.split
+        blocks = min(math.ceil(tiles * split / processors), 2)
         if height > plan.height:
-            split = max(s for s in (1, 2, 4, 8) if s == 1 or (tiles * s <= processors and 6 * s <= K // BK))
-        blocks = math.ceil(tiles * split / processors) if height == plan.height else 1
-        stages = _stages(height, plan.tile, split, math.ceil(K // BK / split), min(blocks, 2))
-        rivals.append(Plan(height, plan.tile, split, stages, _even(tiles, min(blocks, 2) * processors)))
+            split, blocks = max(s for s in (1, 2, 4, 8) if s == 1 or (tiles * s <= processors and 6 * s <= steps)), 1
+        stages = _stages(height, plan.tile, split, math.ceil(steps / split), blocks)
+        rivals.append(Plan(height, plan.tile, split, stages, _even(tiles, blocks * processors)))
     return rivals
 
 

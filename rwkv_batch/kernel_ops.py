@@ -293,9 +293,10 @@ class KernelOps:
         self.matmul.tune([(x, matrix, y) for matrix in matrices], in_out=name == "ffn_value")
         ways = ["cublas"]
         if (matrix := self._matrices.get(id(matrices[0]))) is not None:
-            ways += [" ".join(map(str, plan)) for plan in self.gemm.plans(size, matrix)]
+            plans = [self.gemm.plan(size, matrix)] if name == "rkv" else self.gemm.plans(size, matrix)
+            ways += [" ".join(map(str, plan)) for plan in plans]
         if name == "rkv":
-            ways = [way + beside for way in ways[:2] for beside in ("", BESIDE)]
+            ways += [way + BESIDE for way in ways]
             if matrix is not None:
                 down = self._downs[id(self._prepared[id(layers[-1])].low_rank)]
                 ways += [PROJECT + " ".join(map(str, plan)) for plan in self.gemm.project_plans(size, matrix, down)]

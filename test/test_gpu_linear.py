@@ -247,6 +247,19 @@ def sparse_hidden(n, units, off=0.9, seed=3):
     return (values * kept).half()
 
 
+def assert_same_bits_with_any_others(project, counts, width):
+    """A token's result is the same alone, with any number of others, and beside one that is infinite."""
+    most = max(counts)
+    hidden, weight, out = sparse_hidden(most, 4 * width), random(4 * width, width, seed=1), empty(most, width)
+    project(hidden, weight, out)
+    hidden[3, ::7] = torch.inf
+    for n in counts:
+        part = empty(n, width)
+        project(hidden[most - n :].contiguous(), weight, part)
+        fine = [i for i in range(n) if most - n + i != 3]
+        assert torch.equal(part[fine], out[most - n :][fine])
+
+
 class TestSparseProject:
     @pytest.mark.parametrize("n", range(1, 9))
     @pytest.mark.parametrize("width", [64, 320, 768, 1024, 2048, 2560, 4096])
@@ -272,14 +285,7 @@ class TestSparseProject:
 
     @pytest.mark.parametrize("width", [768, 2048, 4096])
     def test_same_bits_with_any_others(self, linear, width):
-        hidden, weight, out = sparse_hidden(8, 4 * width), random(4 * width, width, seed=1), empty(8, width)
-        linear.sparse_project(hidden, weight, out)
-        hidden[3, ::7] = torch.inf
-        for n in range(1, 9):
-            part = empty(n, width)
-            linear.sparse_project(hidden[8 - n :].contiguous(), weight, part)
-            fine = [i for i in range(n) if 8 - n + i != 3]
-            assert torch.equal(part[fine], out[8 - n :][fine])
+        assert_same_bits_with_any_others(linear.sparse_project, range(1, 9), width)
 
 
 class TestUnionProject:
@@ -313,14 +319,7 @@ class TestUnionProject:
 
     @pytest.mark.parametrize("width", [768, 2048, 4096])
     def test_same_bits_with_any_others(self, linear, width):
-        hidden, weight, out = sparse_hidden(16, 4 * width), random(4 * width, width, seed=1), empty(16, width)
-        linear.union_project(hidden, weight, out)
-        hidden[3, ::7] = torch.inf
-        for n in FEW:
-            part = empty(n, width)
-            linear.union_project(hidden[16 - n :].contiguous(), weight, part)
-            fine = [i for i in range(n) if 16 - n + i != 3]
-            assert torch.equal(part[fine], out[16 - n :][fine])
+        assert_same_bits_with_any_others(linear.union_project, FEW, width)
 
 
 @pytest.mark.parametrize("shape", [(1, 1024), (3, 1288), (960, 16384)])
