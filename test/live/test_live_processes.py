@@ -323,11 +323,12 @@ def test_a_hung_step_ends_the_engine_which_comes_back(folder):
 def test_repeated_crashes_end_the_server_with_71(folder):
     env = {"RWKV_BATCH_FAULT": "crash:1"}
     with ServerProcess("--max-crashes", "2", "--http-workers", "1", folder=folder, env=env) as server:
-        for _ in range(2):
+        for crash in range(2):
             wait_until(lambda: server.get("/readyz")[0] == 200, 5.0, "ready")
             status, answer = server.post({"contents": ["a"], "max_tokens": 100})
             assert status == 503
-            assert "engine" in answer["error"]
+            last = crash == 1  # the HTTP process then hears of the engine's end and of its own, in either order
+            assert "engine" in answer["error"] or (last and answer["error"] == "the server is stopping"), answer
         assert server.process.wait(60) == 71
 
 
