@@ -698,8 +698,7 @@ class EngineClient:
             ready = dict(poller.poll(pause))
             self._bell.hear()
             self._send_out(dealer)
-            if self._receive(dealer):
-                lost = "it forgot this process"
+            lost = self._receive(dealer)
             now = time.monotonic()
             if dealer in ready:
                 heard = now
@@ -764,22 +763,22 @@ class EngineClient:
                     log.warning("a cancel was lost: the engine does not read")
             ticket._end()
 
-    def _receive(self, dealer: zmq.Socket) -> bool:
-        """Read what is there; True when the engine does not know this process."""
+    def _receive(self, dealer: zmq.Socket) -> str | None:
+        """Read what is there; return why this connection has no future, if it has none."""
         while True:
             try:
                 message = decode_to_http(dealer.recv(zmq.NOBLOCK))
             except zmq.Again:
-                return False
+                return None
+            except UNREADABLE as error:
+                return f"it sent what cannot be read: {error}"
             if isinstance(message, Batch):
                 self._feed(message.progress)
                 self._feed(message.failures)
             elif isinstance(message, Found):
-                answer = self._questions.pop(message.question, None)
-                if answer is not None:
-                    answer(message.requests)
+                self._answer(self._questions.pop(message.question, None), message.requests)
             elif isinstance(message, Managed):
-                self._answer(message.question, message.failure or message.answer)
+                self._answer(self._orders.pop(message.question, None), message.failure or message.answer)
             elif isinstance(message, Accepted):
                 ticket = self.tickets.get(message.request_id)
                 if ticket is not None:
@@ -791,7 +790,7 @@ class EngineClient:
                     self.info = message.info
                     self.on_info(message.info)
             else:
-                return True
+                return "it forgot this process"
 
     def _feed(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -808,13 +807,12 @@ class EngineClient:
             if ticket.done:
                 self.tickets.pop(event.request_id, None)
 
-    def _answer(self, question: str, result: SessionAnswer) -> None:
-        answer = self._orders.pop(question, None)
+    def _answer(self, answer: Callable[[Any], None] | None, result: SessionAnswer | list[Live]) -> None:
         if answer is not None:
             try:
                 answer(result)
             except Exception:
-                log.exception("an answer about sessions could not be passed on")
+                log.exception("an answer could not be passed on")
 
     def _fail_orders(self, error: RwkvBatchError) -> None:
         """All orders without an answer, sent or not, get the error."""
@@ -822,7 +820,7 @@ class EngineClient:
             order, answer = self._managing.popleft()
             self._orders[order.question] = answer
         for question in list(self._orders):
-            self._answer(question, failure("", error))
+            self._answer(self._orders.pop(question), failure("", error))
 
     def _fail(self, error: RwkvBatchError) -> None:
         """All open tickets, and those not sent yet, end with the error."""

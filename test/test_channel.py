@@ -327,6 +327,17 @@ def test_a_client_that_was_forgotten_comes_back_with_a_new_identity(engine, clie
     assert len(drain(client.submit(request("b")))) == 5
 
 
+def test_an_engine_that_cannot_be_read_is_given_up_and_greeted_anew(engine, client):
+    wait_until(lambda: client.ready)
+    ticket = client.submit(request("a", max_tokens=100_000))
+    ticket.take(30)
+    (owner,) = engine.server._peers
+    engine.server._answers.append((owner, ["nothing"]))
+    assert error_of(drain(ticket)[-1]).code == "engine_lost"
+    wait_until(lambda: client.ready)
+    assert len(drain(client.submit(request("b")))) == 5
+
+
 def test_failures_carry_every_field():
     error = error_of(failure("a", Overloaded("full", param="p", retry_after=3.0)))
     assert (type(error), error.message, error.param, error.code, error.retry_after) == (
