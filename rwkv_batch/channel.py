@@ -753,7 +753,8 @@ class EngineClient:
             try:
                 dealer.send(encode(order), zmq.NOBLOCK)
             except zmq.Again:
-                self._answer(order.question, failure("", Unavailable("the engine does not keep up", code="engine_busy")))
+                error = Unavailable("the engine does not keep up", code="engine_busy")
+                self._answer(self._orders.pop(order.question), failure("", error))
         while self._cancelled:
             ticket = self._cancelled.popleft()
             if self.tickets.pop(ticket.request_id, None) is not None:

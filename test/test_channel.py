@@ -9,7 +9,7 @@ import time
 import pytest
 import zmq
 
-from rwkv_batch import channel
+from rwkv_batch import channel, sessions
 from rwkv_batch.channel import EngineClient, EngineServer, Ticket, error_of, failure
 from rwkv_batch.errors import EngineFailed, Overloaded, Unavailable
 from rwkv_batch.fake_worker import FakeWorker
@@ -336,6 +336,20 @@ def test_an_engine_that_cannot_be_read_is_given_up_and_greeted_anew(engine, clie
     assert error_of(drain(ticket)[-1]).code == "engine_lost"
     wait_until(lambda: client.ready)
     assert len(drain(client.submit(request("b")))) == 5
+
+
+def test_an_engine_that_does_not_read_refuses_what_cannot_be_queued(address, monkeypatch):
+    monkeypatch.setattr(channel, "SUBMIT_HIGH_WATER", 2)
+    client = EngineClient(address, heartbeat=60.0)  # nobody is at this address
+    client.phase = "ready"
+    client.start()
+    answers = queue.SimpleQueue()
+    for _ in range(4):
+        client.manage(sessions.Status(), answers.put)
+    assert error_of(answers.get(timeout=30)).code == "engine_busy"
+    (ended,) = drain(client.submit(request("b")))
+    assert error_of(ended).code == "engine_busy"
+    client.close()
 
 
 def test_failures_carry_every_field():
