@@ -222,6 +222,15 @@ def matches(question: Ask, live: Live) -> bool:
     return question.endpoint is None or live.endpoint == question.endpoint
 
 
+def call_back(callback: Callable | None, *args: Any) -> Any:
+    """What the callback returns, None without one. What it raises is logged: it must not end the thread that calls it."""
+    try:
+        return callback(*args) if callback is not None else None
+    except Exception:
+        log.exception("a callback failed")
+        return None
+
+
 class Worker(Protocol):
     """What the engine server asks of the worker; submit and the cancels are called in the server's thread."""
 
@@ -561,16 +570,14 @@ class Ticket:
 
     def _settle(self) -> None:
         settled, self.settled = self.settled, None
-        if settled is not None:
-            settled()
+        call_back(settled)
 
     def _end(self) -> None:
         if not self.done:
             self.done = True
             self.queue.put(Ticket.END)
             self._settle()
-            if self.ended is not None:
-                self.ended()
+            call_back(self.ended)
 
 
 class EngineClient:
@@ -580,6 +587,8 @@ class EngineClient:
     heartbeat     seconds between two signs of life
     peer_seconds  silence after which the engine is taken for lost
     tick          called in the client's thread after each message and at least every 20 ms while tickets are open
+
+    A callback that raises is logged and changes nothing else, except that a `translate` that raises ends its own ticket.
     """
 
     BUSY_POLL_MS = 20
@@ -694,7 +703,7 @@ class EngineClient:
         next_beat = heard + self.heartbeat
         lost = None
         while lost is None and not self._closing:
-            pause = self.BUSY_POLL_MS if self.tickets or self.busy() else self.IDLE_POLL_MS
+            pause = self.BUSY_POLL_MS if self.tickets or call_back(self.busy) else self.IDLE_POLL_MS
             ready = dict(poller.poll(pause))
             self._bell.hear()
             self._send_out(dealer)
@@ -713,10 +722,7 @@ class EngineClient:
                     dealer.send(encode(Alive()), zmq.NOBLOCK)
                 except zmq.Again:
                     lost = "it does not read"
-            try:
-                self.tick()
-            except Exception:
-                log.exception("tick failed")
+            call_back(self.tick)
         dealer.disable_monitor()
         monitor.close()
         dealer.close()
@@ -754,7 +760,7 @@ class EngineClient:
                 dealer.send(encode(order), zmq.NOBLOCK)
             except zmq.Again:
                 error = Unavailable("the engine does not keep up", code="engine_busy")
-                self._answer(self._orders.pop(order.question), failure("", error))
+                call_back(self._orders.pop(order.question), failure("", error))
         while self._cancelled:
             ticket = self._cancelled.popleft()
             if self.tickets.pop(ticket.request_id, None) is not None:
@@ -777,9 +783,9 @@ class EngineClient:
                 self._feed(message.progress)
                 self._feed(message.failures)
             elif isinstance(message, Found):
-                self._answer(self._questions.pop(message.question, None), message.requests)
+                call_back(self._questions.pop(message.question, None), message.requests)
             elif isinstance(message, Managed):
-                self._answer(self._orders.pop(message.question, None), message.failure or message.answer)
+                call_back(self._orders.pop(message.question, None), message.failure or message.answer)
             elif isinstance(message, Accepted):
                 ticket = self.tickets.get(message.request_id)
                 if ticket is not None:
@@ -789,7 +795,7 @@ class EngineClient:
                 self.phase, self.stats = message.phase, message.stats
                 if message.info is not None and message.info != self.info:
                     self.info = message.info
-                    self.on_info(message.info)
+                    call_back(self.on_info, message.info)
             else:
                 return "it forgot this process"
 
@@ -798,8 +804,8 @@ class EngineClient:
             ticket = self.tickets.get(event.request_id)
             if ticket is None:
                 continue
+            call_back(self.observe, ticket, event)
             try:
-                self.observe(ticket, event)
                 ticket._feed(event)
             except Exception:
                 log.exception("an event of request %s could not be passed on", event.request_id)
@@ -808,20 +814,13 @@ class EngineClient:
             if ticket.done:
                 self.tickets.pop(event.request_id, None)
 
-    def _answer(self, answer: Callable[[Any], None] | None, result: SessionAnswer | list[Live]) -> None:
-        if answer is not None:
-            try:
-                answer(result)
-            except Exception:
-                log.exception("an answer could not be passed on")
-
     def _fail_orders(self, error: RwkvBatchError) -> None:
         """All orders without an answer, sent or not, get the error."""
         while self._managing:
             order, answer = self._managing.popleft()
             self._orders[order.question] = answer
         for question in list(self._orders):
-            self._answer(self._orders.pop(question), failure("", error))
+            call_back(self._orders.pop(question), failure("", error))
 
     def _fail(self, error: RwkvBatchError) -> None:
         """All open tickets, and those not sent yet, end with the error."""
