@@ -61,6 +61,13 @@ __device__ __forceinline__ float lane_scan(float v) {
     return v;
 }
 
+// Ask for a line of 128 bytes to be brought into the L2 cache.
+__device__ __forceinline__ void prefetch(const void* p) {
+#ifndef RWKV_HIP
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
+}
+
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 __device__ __forceinline__ uint4 philox(uint4 c, uint2 k) {
 #pragma unroll

@@ -18,6 +18,7 @@ constexpr int BK = 64;  // k of a stage: 128 bytes, the width of a swizzled row
 constexpr int MAX_STAGES = 16;
 constexpr int MAX_SPLIT = 8;        // thread blocks of a cluster on every device
 constexpr int BAND = 8;             // tiles of rows of x that go with all weights before the next: they stay in the L2 cache
+constexpr int MAX_MARKED = 16;      // rows of x of which marks are made
 constexpr int HALF_PITCH = 64 + 8;  // fp16 row of the staged output of one warpgroup: 16 bytes apart modulo 128
 
 // Weights beside the main ones in the same launch: rows first[i] to first[i + 1] - 1 go with a plane of x of their own.
@@ -35,6 +36,7 @@ struct Shape {
     int N, M, k_blocks, m_tiles, n_tiles, batch, split, log_split, stages;
     bool transposed;
     int activation;
+    uint16_t* marks;  // [M / 16] or null: bit i of word w says whether weight row 16 w + i has a result that is not zero
     Beside beside;
     __host__ __device__ int weight_tiles() const { return m_tiles * batch + beside.tile[GROUPS]; }
 };
@@ -207,6 +209,7 @@ __device__ __forceinline__ void store(const float (&sums)[BN / 2], const Shape& 
     const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     __half* const staged = reinterpret_cast<__half*>(space) + group * TOKENS * HALF_PITCH;
     const int m0 = tile.m + group * 64;
+    uint32_t low = 0, high = 0;  // all results of two weight rows, or'ed
 #pragma unroll
     for (int n0 = 0; n0 < BN; n0 += TOKENS) {
         sync_threads(1 + group, 128);
@@ -216,7 +219,9 @@ __device__ __forceinline__ void store(const float (&sums)[BN / 2], const Shape& 
             const float* s = sums + (n0 / 8 + j) * 4;
             // Fragments are [m, n]; the transposing store writes rows of 8 neighbouring m.
             __half* to = staged + (j * 8 + lane % 8) * HALF_PITCH + warp * 16 + lane / 8 % 2 * 8;
-            store_transposed(to, finish(s[0], s[1], tile.activation), finish(s[2], s[3], tile.activation));
+            const uint32_t a = finish(s[0], s[1], tile.activation), b = finish(s[2], s[3], tile.activation);
+            if (BN <= MAX_MARKED) low |= a, high |= b;
+            store_transposed(to, a, b);
         }
         sync_threads(1 + group, 128);
 #pragma unroll
@@ -226,6 +231,11 @@ __device__ __forceinline__ void store(const float (&sums)[BN / 2], const Shape& 
                 *reinterpret_cast<uint4*>(tile.out(p, row) + m) =
                     *reinterpret_cast<const uint4*>(staged + i / 8 * HALF_PITCH + i % 8 * 8);
         }
+    }
+    if (BN <= MAX_MARKED && p.marks) {
+        const auto bit = [](uint32_t pair, int at) { return uint32_t((pair & 0x7fff7fff) != 0) << at; };
+        const uint32_t marks = __reduce_or_sync(0xffffffff, bit(low, lane / 4) | bit(high, lane / 4 + 8));
+        if (lane == 0 && m0 < tile.end) p.marks[m0 / 16 + warp] = uint16_t(marks);
     }
 }
 
@@ -399,13 +409,16 @@ RWKV_EXPORT int rwkv_gemm_map(
 // out [batch, N, M] fp16 = x [batch, N, K] times W [batch, M, K] (transposed: [batch, K, M]), as described by their maps.
 // bm, bn: rows of W and of x of a tile, the boxes of their maps; split: see the top, a power of 2; clusters: tiles worked on at
 // once, all where split > 1; overlap: see launch.cuh.
+// marks: null, or where to write M bits, 32 to a word, that say which columns of out are not all zeros; split and batch 1, N <= 16.
 RWKV_EXPORT int rwkv_gemm(
-    const void* w_map, const void* x_map, void* out, int N, int M, int K, int batch, int transposed, int relu_square, int bm,
-    int bn, int split, int stages, int clusters, int overlap, void* stream
+    const void* w_map, const void* x_map, void* out, void* marks, int N, int M, int K, int batch, int transposed, int relu_square,
+    int bm, int bn, int split, int stages, int clusters, int overlap, void* stream
 ) {
     using namespace rwkv;
     Shape p{static_cast<__half*>(out), N, M};
+    if (marks && (split != 1 || batch != 1 || N > bn || bn > MAX_MARKED)) return cudaErrorInvalidValue;
     p.batch = batch, p.transposed = transposed, p.activation = relu_square ? RELU_SQUARE : NONE;
+    p.marks = static_cast<uint16_t*>(marks);
     return launch(w_map, x_map, w_map, p, K, {bm, bn, split, stages, clusters, overlap}, stream);
 }
 

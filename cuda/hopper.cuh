@@ -81,6 +81,11 @@ __device__ __forceinline__ void copy_box(
         : "memory");
 }
 
+// Fetch a tensor map before its first use.
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // Copy to the place `to` of a thread block of the cluster; the bytes count towards `barrier` there.
 __device__ __forceinline__ void copy_to_block(int rank, const void* to, const void* from, int bytes, uint64_t* barrier) {
     asm volatile(

@@ -191,6 +191,8 @@ __global__ void __launch_bounds__(MAX_THREADS, R > 1 ? MIN_BLOCKS : 1) decode_ke
             for (int k = 0; k < K; k++) load8_now(mix + k * width + place.column, ratios[EARLY ? k : 0]);
     }
     if (settled) look_back();
+    // The residual stream was written long ago; asked for after the wait, it would come behind the next product's weights.
+    if (R == 1 && place.live) prefetch(x + size_t(first) * width + place.column);
     release_next();
     wait_for_previous();
     if (!settled) look_back();

@@ -270,14 +270,11 @@ __device__ __forceinline__ int lane_first(int v) { return lane_min(v); }
 // A bit for each lane.
 __device__ __forceinline__ uint32_t lane_ballot(bool v) { return uint32_t(lane_sum(int(uint32_t(v) << threadIdx.x % LANES))); }
 __device__ __forceinline__ int lane_add(int v) { return lane_sum(v); }
-__device__ __forceinline__ void prefetch(const void*) {}
 #else
 __device__ __forceinline__ uint32_t lane_max(uint32_t v) { return __reduce_max_sync(ALL, v); }
 __device__ __forceinline__ int lane_first(int v) { return __reduce_min_sync(ALL, v); }
 __device__ __forceinline__ uint32_t lane_ballot(bool v) { return __ballot_sync(ALL, v); }
 __device__ __forceinline__ int lane_add(int v) { return __reduce_add_sync(ALL, v); }
-// Ask for a line of 128 bytes to be brought into the L2 cache.
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 #endif
 // Sum over the lower lanes.
 __device__ __forceinline__ int lane_before(int v) {

@@ -3,9 +3,10 @@
 //
 //   sparse_project  each token reads the rows that are on in it
 //   union_project   up to 16 tokens read the rows that are on in any of them, once (Hopper)
+//   mark_units      tells which those are, where the product that made hidden did not
 //
-// In both a token's result depends neither on the other tokens nor on how many there are. fp16 operands, fp32 sums in an order
-// that depends on the shapes alone; split sums are put together inside a cluster of blocks, in the order of their ranks.
+// In both products a token's result depends neither on the other tokens nor on how many there are. fp16 operands, fp32 sums in an
+// order that depends on the shapes alone; split sums are put together inside a cluster of blocks, in the order of their ranks.
 
 #include "hopper.cuh"
 #include "products.cuh"
@@ -146,20 +147,26 @@ __global__ __launch_bounds__(SPARSE_THREADS, 2) void sparse_project(const __half
 
 // A warp takes 32 units at a time of 64 columns. It copies the rows that are on in some token into a ring of its own, and
 // multiplies all 32 on tensor cores: what lies in the ring for the other rows, weights too, meets zeros. So the sums are those of
-// the whole product, bit by bit, whichever rows are passed over. The first stage is copied whole before hidden is known.
+// the whole product, bit by bit, whichever rows are passed over.
+//
+// Which are on is told by `marks`, a bit for each unit, so rows are asked for long before the values of hidden, 256 times as
+// many, have come. The first stage is copied whole before either. The values come by the copy engine into a second ring, those of
+// two steps at a time: a warp's own loads would be served behind the rows that were asked for before.
 //
 // In each step of 32 units a lane has eight neighbouring ones of a token; the fragments of two mma take four each. That permutes
 // the units, the same way for both operands. Piece i of 16 bytes of a row in the ring lies at i ^ `turn_of` the row, so that the
 // eight rows of a fragment meet no bank twice.
 constexpr int UNION_WARPS = 8, UNITS = 32, COLUMNS = 64;
-constexpr int AHEAD = 5, RING = AHEAD + 1;  // steps that are on their way
+constexpr int AHEAD = 4, RING = AHEAD + 1;  // steps that are on their way
+constexpr int PAIRS = 2;                    // of steps whose values of hidden are on their way
 constexpr int ROW_BYTES = COLUMNS * 2, STAGE_BYTES = UNITS * ROW_BYTES, RING_BYTES = UNION_WARPS * RING * STAGE_BYTES;
+constexpr int PAIR_BYTES = 2 * UNITS * 2, SWIZZLE = 8 * PAIR_BYTES;  // of a token; after which the copy engine's swizzle repeats
+__host__ __device__ constexpr int values_bytes(int halves) { return UNION_WARPS * PAIRS * halves * SWIZZLE; }
 constexpr int PART_PITCH = COLUMNS + 4;  // floats between the tokens of a warp's sums: no bank is met twice
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr int EARLY = 1;  // of those, copied whole before hidden is known
-constexpr int KNOWN = 8;  // steps of hidden in registers, a power of 2 above AHEAD + 1
-constexpr int ROUND = 2 * UNION_WARPS;  // steps of all warps in turn, two each: 128 neighbouring bytes of hidden
+constexpr int EARLY = 1;                // of those ahead, copied whole before the marks are known
+constexpr int ROUND = 2 * UNION_WARPS;  // steps of all warps in turn, two each
 
 __device__ __forceinline__ void copy_if(uint32_t to, const __half* from, bool wanted) {
     asm volatile(
@@ -177,30 +184,27 @@ __device__ __forceinline__ void load_transposed(uint32_t from, uint32_t (&v)[4])
 // The first unit of a warp's step, from that of its first one.
 __device__ __forceinline__ int first_unit(int step) { return (step / 2 * ROUND + step % 2) * UNITS; }
 __device__ __forceinline__ int turn_of(int row) { return row / 8 * 2 + row % 2; }
-// Bit i: unit i of a warp's 32 is on in some token. `x` holds this lane's eight units of its tokens.
-template <int HALVES>
-__device__ __forceinline__ uint32_t units_on(const uint4 (&x)[HALVES]) {
-    uint4 any = x[0];
-    if (HALVES == 2) any.x |= x[HALVES - 1].x, any.y |= x[HALVES - 1].y, any.z |= x[HALVES - 1].z, any.w |= x[HALVES - 1].w;
-    const uint32_t pairs[4] = {any.x, any.y, any.z, any.w};
-    uint32_t on = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) on |= uint32_t((pairs[i] & 0x7fff) != 0) << 2 * i | uint32_t((pairs[i] & 0x7fff0000) != 0) << (2 * i + 1);
-    return __reduce_or_sync(ALL, on << threadIdx.x % 4 * 8);
-}
 #endif
 
 template <int HALVES>
-__global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __half* hidden, const __half* weight, __half* out,
+__global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __grid_constant__ CUtensorMap hidden,
+                                                                        const uint32_t* marks, const __half* weight, __half* out,
                                                                         int num_tokens, int units, int width, int splits) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr int TOKENS = 8 * HALVES;
-    extern __shared__ __align__(128) uint8_t memory[];
-    __shared__ uint64_t complete;
-    release_next();
-    if (threadIdx.x == 0) init_barrier(&complete, 1), publish_barriers();
-    cluster_arrive();
+    extern __shared__ uint8_t unaligned[];
+    uint8_t* const memory = unaligned + (SWIZZLE - shared_address(unaligned) % SWIZZLE) % SWIZZLE;
+    __shared__ uint64_t complete, arrived[UNION_WARPS][PAIRS];
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, group = lane / 4, quarter = lane % 4;
+    release_next();
+    if (lane == 0) {
+        prefetch_map(hidden);
+        if (warp == 0) init_barrier(&complete, 1);
+        for (int i = 0; i < PAIRS; i++) init_barrier(&arrived[warp][i], 1);
+        publish_barriers();
+    }
+    __syncwarp();
+    cluster_arrive();
     const int rank = blockIdx.x % splits, first_column = blockIdx.x / splits * COLUMNS;
     const int steps = units / UNITS, begin = rank * steps / splits + 2 * warp, end = (rank + 1) * steps / splits;
     const int rest = max(end - begin, 0), count = rest / ROUND * 2 + min(rest % ROUND, 2);  // of this warp
@@ -219,18 +223,23 @@ __global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    const __half* const values = hidden + int64_t(group) * units + begin * UNITS + quarter * 8;
-    auto load = [&](int step, uint4 (&x)[HALVES]) {
-#pragma unroll
-        for (int h = 0; h < HALVES; h++) {
-            x[h] = make_uint4(0, 0, 0, 0);
-            if (step < count && group + 8 * h < num_tokens)
-                x[h] = *reinterpret_cast<const uint4*>(values + int64_t(8 * h) * units + first_unit(step));
-        }
+    uint8_t* const values = memory + RING_BYTES + warp * PAIRS * TOKENS * PAIR_BYTES;  // [PAIRS, TOKENS, 2 * UNITS] fp16
+    // Beyond the last token and unit come zeros; where this block's units end within a pair, the rest is not used.
+    auto load = [&](int pair) {
+        if (lane > 0 || 2 * pair >= count) return;
+        uint64_t* const barrier = &arrived[warp][pair % PAIRS];
+        expect_bytes(barrier, TOKENS * PAIR_BYTES);
+        copy_box(values + pair % PAIRS * TOKENS * PAIR_BYTES, hidden, barrier, READ_AGAIN, begin * UNITS + first_unit(2 * pair), 0, 0);
     };
     float sum[COLUMNS / 16][HALVES][4] = {};
     const int slot = lane % 8, right = lane / 8 % 2;  // of the fragments' rows, and which 8 columns
-    auto multiply = [&](int step, const uint4 (&x)[HALVES]) {
+    auto multiply = [&](int step) {
+        const int pair = step / 2, piece = step % 2 * 4 + quarter;
+        if (step % 2 == 0) wait(&arrived[warp][pair % PAIRS], pair / PAIRS % 2);
+        const uint8_t* const from = values + (pair % PAIRS * TOKENS + group) * PAIR_BYTES + (piece ^ group) * 16;
+        uint4 x[HALVES];
+#pragma unroll
+        for (int n = 0; n < HALVES; n++) x[n] = *reinterpret_cast<const uint4*>(from + n * SWIZZLE);
         const uint32_t stage = ring + step % RING * STAGE_BYTES;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -251,24 +260,23 @@ __global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __
         *reinterpret_cast<uint4*>(memory + warp * RING * STAGE_BYTES + i) = make_uint4(0, 0, 0, 0);
     __syncwarp();
     wait_for_previous();
-    uint4 x[KNOWN][HALVES];
+    // The marks of LANES steps, one for each lane; those after them are on their way.
+    auto marks_of = [&](int step) { return step + lane < count ? marks[begin + first_unit(step + lane) / UNITS] : 0u; };
+    uint32_t marked = marks_of(0), marked_next = marks_of(LANES);
 #pragma unroll
-    for (int i = 0; i <= AHEAD; i++) load(i, x[i]);
+    for (int i = 0; i < PAIRS; i++) load(i);
 #pragma unroll
-    for (int i = EARLY; i < AHEAD; i++) copy(i, units_on(x[i]));
-#pragma unroll 1
-    for (int first = 0; first < count; first += KNOWN) {
-#pragma unroll
-        for (int i = 0; i < KNOWN; i++) {
-            const int step = first + i;
-            if (step >= count) break;
-            load(step + AHEAD + 1, x[(i + AHEAD + 1) % KNOWN]);
-            copy(step + AHEAD, units_on(x[(i + AHEAD) % KNOWN]));
-            asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD) : "memory");
-            __syncwarp();
-            multiply(step, x[i]);
-            __syncwarp();  // all have read the stage
-        }
+    for (int i = EARLY; i < AHEAD; i++) copy(i, __shfl_sync(ALL, marked, i));
+#pragma unroll 2
+    for (int step = 0; step < count; step++) {
+        const int coming = step + AHEAD;
+        if (coming % LANES == 0) marked = marked_next, marked_next = marks_of(coming + LANES);
+        copy(coming, __shfl_sync(ALL, marked, coming % LANES));
+        asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD) : "memory");
+        __syncwarp();
+        multiply(step);
+        __syncwarp();  // all have read the stage, and the values
+        if (step % 2) load(step / 2 + PAIRS);
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
@@ -276,7 +284,7 @@ __global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __
     // Add up the warps, then the blocks of the cluster, which get equal parts of the tokens.
     float* const parts = reinterpret_cast<float*>(memory);  // [UNION_WARPS, TOKENS, PART_PITCH]
     // [TOKENS, COLUMNS] each; behind the rings, since other blocks may send while this one still multiplies
-    float *const own = reinterpret_cast<float*>(memory + RING_BYTES), *const others = own + TOKENS * COLUMNS;
+    float *const own = reinterpret_cast<float*>(memory + RING_BYTES + values_bytes(HALVES)), *const others = own + TOKENS * COLUMNS;
 #pragma unroll
     for (int m = 0; m < COLUMNS / 16; m++)
 #pragma unroll
@@ -325,6 +333,19 @@ __global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __
 #endif
 }
 
+// A thread looks at a unit of all tokens.
+constexpr int MARKING = 128;
+__global__ void __launch_bounds__(MARKING) mark_units(const __half* hidden, uint32_t* marks, int num_tokens, int units) {
+    const int unit = blockIdx.x * MARKING + threadIdx.x;
+    release_next();
+    wait_for_previous();
+    bool on = false;
+    for (int token = 0; token < num_tokens && unit < units; token++)
+        on |= (__half_as_ushort(hidden[int64_t(token) * units + unit]) & 0x7fff) != 0;
+    const uint32_t word = __ballot_sync(ALL, on);
+    if (threadIdx.x % LANES == 0 && unit < units) marks[unit / LANES] = word;
+}
+
 // How many clusters of so many blocks run at once, or an error as a negative number: where a group of multiprocessors has an odd
 // number, fewer than their count says.
 template <int HALVES>
@@ -339,19 +360,24 @@ int clusters_at_once(int size, int bytes) {
 }
 
 template <int HALVES>
-cudaError_t start_union(const __half* hidden, const __half* weight, __half* out, int num_tokens, int units, int width, int overlap,
-                        void* stream) {
-    constexpr int TOKENS = 8 * HALVES, BYTES = RING_BYTES + 2 * TOKENS * COLUMNS * 4;
+cudaError_t start_union(const __half* hidden, const uint32_t* marks, const __half* weight, __half* out, int num_tokens, int units,
+                        int width, int overlap, void* stream) {
+    constexpr int TOKENS = 8 * HALVES, BYTES = SWIZZLE + RING_BYTES + values_bytes(HALVES) + 2 * TOKENS * COLUMNS * 4;
     static_assert(UNION_WARPS * TOKENS * PART_PITCH * 4 <= RING_BYTES, "the warps' sums lie in their rings");
+    static_assert(RING_BYTES % SWIZZLE == 0, "values of hidden are copied to where the swizzle begins");
     const auto kernel = union_project<HALVES>;
     static const cudaError_t prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
     if (prepared) return prepared;
     static const int room[] = {clusters_at_once<HALVES>(2, BYTES), clusters_at_once<HALVES>(4, BYTES), clusters_at_once<HALVES>(8, BYTES)};
+    const uint64_t row = 2 * uint64_t(units), sizes[] = {uint64_t(units), uint64_t(num_tokens), 1}, strides[] = {row, row * num_tokens};
+    const uint32_t box[] = {2 * UNITS, TOKENS, 1};
+    CUtensorMap map;
+    if (const int error = describe_tensor(&map, hidden, 3, sizes, strides, box)) return cudaError_t(error);
     const int tiles = width / COLUMNS;
     int splits = 1;
     for (int i = 0; i < 3 && tiles <= room[i]; i++) splits *= 2;
-    return start(kernel, {unsigned(tiles * splits), UNION_WARPS * LANES, cudaStream_t(stream), overlap, splits, BYTES}, hidden, weight,
-                 out, num_tokens, units, width, splits);
+    return start(kernel, {unsigned(tiles * splits), UNION_WARPS * LANES, cudaStream_t(stream), overlap, splits, BYTES}, map, marks,
+                 weight, out, num_tokens, units, width, splits);
 }
 
 }  // namespace
@@ -371,11 +397,20 @@ RWKV_EXPORT int rwkv_sparse_project(const void* hidden, const void* weight, void
                  static_cast<const __half*>(weight), static_cast<__half*>(out), num_tokens, units, width, lanes, splits);
 }
 
-// The same on Hopper, N <= 16, F a multiple of 32, C of 128.
-RWKV_EXPORT int rwkv_union_project(const void* hidden, const void* weight, void* out, int num_tokens, int units, int width,
-                                   int overlap, void* stream) {
+// The same on Hopper, N <= 16, F a multiple of 32, C of 128. marks [F / 32] 32 bits: bit i of word w says whether unit 32 w + i is
+// on in some token; written by rwkv_gemm or rwkv_mark_units.
+RWKV_EXPORT int rwkv_union_project(const void* hidden, const void* marks, const void* weight, void* out, int num_tokens, int units,
+                                   int width, int overlap, void* stream) {
     if (!device().hopper) return cudaErrorNotSupported;
     if (num_tokens > 16 || units % UNITS || width % 128) return cudaErrorInvalidValue;
-    return (num_tokens <= 8 ? start_union<1> : start_union<2>)(static_cast<const __half*>(hidden), static_cast<const __half*>(weight),
-                                                               static_cast<__half*>(out), num_tokens, units, width, overlap, stream);
+    return (num_tokens <= 8 ? start_union<1> : start_union<2>)(
+        static_cast<const __half*>(hidden), static_cast<const uint32_t*>(marks), static_cast<const __half*>(weight),
+        static_cast<__half*>(out), num_tokens, units, width, overlap, stream);
+}
+
+// Those marks of hidden [N, F], F a multiple of 32.
+RWKV_EXPORT int rwkv_mark_units(const void* hidden, void* marks, int num_tokens, int units, int overlap, void* stream) {
+    if (units % LANES) return cudaErrorInvalidValue;
+    return start(mark_units, {unsigned((units + MARKING - 1) / MARKING), MARKING, cudaStream_t(stream), overlap},
+                 static_cast<const __half*>(hidden), static_cast<uint32_t*>(marks), num_tokens, units);
 }

@@ -14,6 +14,7 @@ from rwkv_batch.launch import INT, POINTER, Launcher, check, pointer
 BK = 64  # k of a stage; sizes must be multiples of 64
 TILES = {64: (8, 16, 32, 64, 128), 128: (8, 16, 32, 64, 128, 160, 256)}  # weight rows of a tile: rows of x of a tile
 MAX_STAGES = 16
+MAX_MARKED = 16  # rows of x of which `Gemm.gemm` leaves marks
 PLANES = 6  # of what `project` reads: r, k, v, w, a, g
 SHARED_MEMORY = 225 << 10  # bytes of a multiprocessor that one thread block may take, or several together
 NOT_SUPPORTED = 801  # cudaErrorNotSupported
@@ -35,6 +36,10 @@ class Plan(NamedTuple):
     split: int
     stages: int
     clusters: int
+
+    def marks(self, N: int, matrix: "Matrix") -> bool:
+        """Return whether the product tells which of its columns are not all zeros: each is then seen by one thread block."""
+        return self.split == 1 and matrix.batch == 1 and N <= self.tile <= MAX_MARKED
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class Gemm:
     def __init__(self, launcher: Launcher, *, overlap: bool = True):
         self.launcher = launcher
         self.overlap = overlap
-        self._gemm = launcher.bind("rwkv_gemm", *(POINTER,) * 3, *(INT,) * 12)
+        self._gemm = launcher.bind("rwkv_gemm", *(POINTER,) * 4, *(INT,) * 12)
         self._project = launcher.bind("rwkv_gemm_project", *(POINTER,) * 5, *(INT,) * 13)
         self._encode = launcher.library.rwkv_gemm_map
         self._encode.argtypes = (POINTER, POINTER, INT, POINTER, POINTER, POINTER)
@@ -112,18 +117,32 @@ class Gemm:
     def _maps_of(self, weight: Tensor, M: int, K: int, batch: int) -> dict[int, ctypes.Array]:
         return {height: self._map(weight, (K, M, batch), (2 * K, 2 * M * K), (BK, height, 1)) for height in TILES}
 
-    def gemm(self, x: Tensor, matrix: Matrix, out: Tensor, relu_square: bool = False, plan: Plan | None = None) -> Tensor:
+    def gemm(
+        self,
+        x: Tensor,
+        matrix: Matrix,
+        out: Tensor,
+        relu_square: bool = False,
+        plan: Plan | None = None,
+        marks: Tensor | None = None,
+    ) -> Tensor:
         """out [N, M] = x [N, K] W^T, fp16 with sums in fp32; stacked: x [batch, N, K], out [batch, N, M].
 
         relu_square applies max(., 0)^2 to the sums, at most 65,504. A row of out depends on its row of x alone.
+
+        marks  [ceil(M / 32)] int32: where to leave a bit for each column of out that is not all zeros, if the plan `marks`
         """
         N, lead = x.shape[-2], (matrix.batch,) if matrix.stacked else ()
         check("x", x, self.launcher.device, torch.float16, (*lead, N, matrix.K))
         check("out", out, self.launcher.device, torch.float16, (*lead, N, matrix.M))
         plan = plan or self.plan(N, matrix)
+        if marks is not None:
+            check("marks", marks, self.launcher.device, torch.int32, (math.ceil(matrix.M / 32),))
+            if not plan.marks(N, matrix):
+                raise ValueError(f"marks: not made by {plan} for {N} rows of x")
         x_map = self._x_map(x, N, matrix.K, matrix.batch, plan.tile)
         self.launcher.launch(
-            self._gemm, ctypes.addressof(matrix.maps[plan.height]), ctypes.addressof(x_map), pointer(out),
+            self._gemm, ctypes.addressof(matrix.maps[plan.height]), ctypes.addressof(x_map), pointer(out), pointer(marks),
             N, matrix.M, matrix.K, matrix.batch, matrix.transposed, relu_square, *plan, self.overlap,
         )  # fmt: skip
         return out

@@ -21,6 +21,7 @@ HALF = torch.float16
 MAX_GEMV = 16  # tokens
 MAX_SPARSE = 8  # tokens of `sparse_project`
 MAX_UNION = 16  # tokens of `union_project`
+MARKS = 32  # units to a word of their marks
 RANK_UNIT = 32  # the kernels' ranks are multiples of this
 PLANES = 6  # of `mixed`: r, k, v, w, a, g
 GROUPED_DOWN = 128  # tokens from which low_rank_down is a grouped product (cuda/grouped.cu), on Hopper GPUs
@@ -104,7 +105,8 @@ class Linear:
         self._down = launcher.bind("rwkv_low_rank_down", *[POINTER] * 3, *[INT] * 10)
         self._up = launcher.bind("rwkv_low_rank_up", *[POINTER] * 9, *[INT] * 9)
         self._sparse = launcher.bind("rwkv_sparse_project", *[POINTER] * 3, *[INT] * 4)
-        self._union = launcher.bind("rwkv_union_project", *[POINTER] * 3, *[INT] * 4)
+        self._union = launcher.bind("rwkv_union_project", *[POINTER] * 4, *[INT] * 4)
+        self._mark = launcher.bind("rwkv_mark_units", *[POINTER] * 2, *[INT] * 3)
         self._relu_square = launcher.bind("rwkv_relu_square", POINTER, INT, INT)
 
     def gemv(self, x: Tensor, weight: Tensor, out: Tensor, *, relu_square: bool = False) -> None:
@@ -191,14 +193,26 @@ class Linear:
         _require(n <= MAX_SPARSE and f % 4 == 0 and c % 64 == 0, f"sparse_project: N {n}, F {f} or C {c} does not fit")
         self.launcher.launch(self._sparse, hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), n, f, c, self.overlap)
 
-    def union_project(self, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+    def union_project(self, hidden: Tensor, marks: Tensor, weight: Tensor, out: Tensor) -> None:
         """out [N, C] = hidden [N, F] weight [F, C], reading once the rows of units that are on in some token.
 
         N <= 16; F a multiple of 32, C of 128; on Hopper GPUs; `weight` finite.
+
+        marks  of hidden, as `mark_units` or `Gemm.gemm` leave them
         """
         n, f, c = self._check_sparse(hidden, weight, out)
         _require(self.union_fits(n, f, c), f"union_project: N {n}, F {f} or C {c} does not fit, or the GPU is no Hopper")
-        self.launcher.launch(self._union, hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), n, f, c, self.overlap)
+        self._check("marks", marks, (f // MARKS,), torch.int32)
+        pointers = (hidden.data_ptr(), marks.data_ptr(), weight.data_ptr(), out.data_ptr())
+        self.launcher.launch(self._union, *pointers, n, f, c, self.overlap)
+
+    def mark_units(self, hidden: Tensor, marks: Tensor) -> None:
+        """marks [F / 32] int32: bit i of word w says whether unit 32 w + i of hidden [N, F] is on in some token."""
+        n, f = hidden.shape
+        self._check("hidden", hidden, (n, f))
+        _require(f % MARKS == 0, f"mark_units: F {f} is no multiple of {MARKS}")
+        self._check("marks", marks, (f // MARKS,), torch.int32)
+        self.launcher.launch(self._mark, hidden.data_ptr(), marks.data_ptr(), n, f, self.overlap)
 
     def union_fits(self, n: int, f: int, c: int) -> bool:
         """Return whether `union_project` takes N tokens, F units and width C."""

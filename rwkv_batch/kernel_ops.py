@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernel_gemm import Down, Gemm, Matrix, Plan
-from rwkv_batch.kernel_linear import MAX_GEMV, MAX_SPARSE, Linear, LowRank
+from rwkv_batch.kernel_linear import MARKS, MAX_GEMV, MAX_SPARSE, Linear, LowRank
 from rwkv_batch.kernel_mix import Mix, PackedRows, WkvInputs, WkvLayer
 from rwkv_batch.kernels import cache_folder
 from rwkv_batch.launch import Launcher
@@ -39,6 +39,8 @@ TIMED_BYTES = 256 * 2**20  # of weights that a timing reads, more than stay in t
 PRODUCTS = ("rkv", "output", "ffn_key", "ffn_value", "head")
 IN_PLACE_ROWS = 64  # up to which ways that are nearly as fast alone are compared in whole steps: kernels overlap there
 NEARLY, RIVALS = 1.12, 5  # times the fastest, and how many at most
+FEW_ROWS, NEARLY_FEW = 16, 1.3  # up to which a way's own time says less than what it leaves room for beside it
+CLOSE, LAST_RIVALS = 1.015, 3  # the same of whole steps, for few rows: those ways are compared again
 
 
 @dataclass
@@ -112,14 +114,16 @@ class KernelOps:
         self._head = _whole_units(weights.head)
         self._matrices = self._describe(weights.layers) if self.gemm.available else {}
         self._downs = self._describe_downs(weights.layers) if self._matrices else {}
-        self._owns_key = all(id(layer.ffn_key) in self._matrices for layer in weights.layers)
+        self._key = self._matrices.get(id(weights.layers[0].ffn_key))  # the other layers' are alike
         self._ways: dict[tuple[str, int], str] = {}  # (product, tokens) -> how it is done
         width, ffn_width = weights.shape.width, weights.layers[0].ffn_key.shape[0]
+        self._value_shape = ffn_width, width  # of ffn_value
         self._all = Buffers.of(max_tokens, width, ffn_width, launcher.device)
         largest = max(prepared.low_rank.rank for prepared in self._prepared.values())
         self._low = torch.empty(max_tokens * largest, dtype=HALF, device=launcher.device)
         self._last = torch.empty(max_rows, width, dtype=HALF, device=launcher.device)
         self._logits = torch.empty(max_rows, self._head.shape[0], dtype=HALF, device=launcher.device)
+        self._marks = torch.empty(-(-ffn_width // MARKS), dtype=torch.int32, device=launcher.device)  # of units that are on
         self._views: dict[int, Buffers] = {}
         self._now = self._all  # of the step that runs
         self._packed: PackedRows | None = None
@@ -222,13 +226,24 @@ class KernelOps:
         elif way == "sparse":
             self.linear.sparse_project(x, weight, out)
         elif way == "union":
-            self.linear.union_project(x, weight, out)
+            if not self._key_marks(len(x)):
+                self.linear.mark_units(x, self._marks)
+            self.linear.union_project(x, self._marks, weight, out)
         elif way == "cublas":
             self.matmul(x, weight, out, in_out=name == "ffn_value")
             if squared:
                 self.linear.relu_square_(out)
         else:
-            self.gemm.gemm(x, self._matrices[id(weight)], out, relu_square=squared, plan=_plan(way))
+            marks = self._marks if squared and self._key_marks(len(x)) else None
+            self.gemm.gemm(x, self._matrices[id(weight)], out, relu_square=squared, plan=_plan(way), marks=marks)
+
+    def _key_marks(self, num_tokens: int) -> bool:
+        """Return whether "ffn_key" is done so that it marks the units that are on, for the "union" of "ffn_value"."""
+        way = self._way("ffn_key", num_tokens)
+        if self._way("ffn_value", num_tokens) != "union" or way in ("gemv", "cublas"):
+            return False
+        plan = _plan(way) or self.gemm.plan(num_tokens, self._key)
+        return plan.marks(num_tokens, self._key)
 
     def _way(self, name: str, num_tokens: int) -> str:
         known = self._ways.get((name, num_tokens))
@@ -236,7 +251,9 @@ class KernelOps:
             return known
         if num_tokens <= GEMV_ROWS:
             return "sparse" if name == "ffn_value" else "gemv"
-        return OWN if name == "ffn_key" and self._owns_key else "cublas"  # which would leave the squared ReLU to another pass
+        if name == "ffn_value" and self.linear.union_fits(num_tokens, *self._value_shape):
+            return "union"
+        return OWN if name == "ffn_key" and self._key else "cublas"  # which would leave the squared ReLU to another pass
 
     def tune(self, weights: Weights, sizes: list[int], decode_step: Callable[[int], object]) -> None:
         """Choose for every batch size how each product is done; what was found is remembered for the card.
@@ -260,21 +277,29 @@ class KernelOps:
                     known[key] = min(times[name], key=times[name].get)
                 self._ways[name, size] = known[key]
             if size <= min(IN_PLACE_ROWS, len(self._last)):
-                for name, alone in times.items():
-                    known[keys[name]] = self._ways[name, size] = self._fastest_in_place(name, size, alone, decode_step)
+                self._choose_in_place(size, times, decode_step)
+                known |= {keys[name]: self._ways[name, size] for name in times}
         self.matmul.save()
         draft = file.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps(known))
         os.replace(draft, file)
 
-    def _fastest_in_place(self, name: str, size: int, alone: dict[str, float], decode_step: Callable[[int], object]) -> str:
-        """Return the way with which a whole step is fastest, of those that took little longer than the fastest alone."""
-        rivals = [way for way in sorted(alone, key=alone.get) if alone[way] <= NEARLY * min(alone.values())][:RIVALS]
-        times = {}
-        for way in rivals if len(rivals) > 1 else []:
-            self._ways[name, size] = way
-            times[way] = self.launcher.time(lambda: decode_step(size), rounds=8)
-        return min(times, key=times.get, default=rivals[0])
+    def _choose_in_place(self, size: int, alone: dict[str, dict[str, float]], decode_step: Callable[[int], object]) -> None:
+        """Choose for each product, of the ways that took little longer alone, the one with which a whole step is fastest.
+
+        Few rows go through the products twice: what was chosen first was timed beside ways that others have left since.
+        """
+        few = size <= FEW_ROWS
+        rivals = {name: _fastest(times, NEARLY_FEW if few else NEARLY, RIVALS) for name, times in alone.items()}
+        for _ in range(2 if few else 1):
+            for name, ways in rivals.items():
+                times = {}
+                for way in ways if len(ways) > 1 else []:
+                    self._ways[name, size] = way
+                    times[way] = self.launcher.time(lambda: decode_step(size), rounds=6)
+                if times:
+                    rivals[name] = _fastest(times, CLOSE, LAST_RIVALS)
+                self._ways[name, size] = rivals[name][0]
 
     def _runs(self, name: str, size: int, weights: Weights) -> dict[str, Callable[[], object]]:
         """Return what to time: each way a product of `size` tokens can be done, over several layers' weights."""
@@ -282,6 +307,9 @@ class KernelOps:
         layers = weights.layers[: max(1, TIMED_BYTES // _bytes_of(name, weights.layers[0], self._head))]
         if name == "ffn_value":  # as sparse as a trained model's
             b.hidden.normal_().relu_().mul_(torch.rand_like(b.hidden) > 0.75)
+            if self.linear.union_fits(size, *self._value_shape):
+                self.launcher.use_current_stream()
+                self.linear.mark_units(b.hidden, self._marks)
         x, y = b.mixed[:3] if name == "rkv" else b.hidden if name == "ffn_value" else b.heads, b.y
         if name == "head":
             x, y = self._last[:size].normal_(), self._logits[:size]
@@ -301,7 +329,7 @@ class KernelOps:
                 down = self._downs[id(self._prepared[id(layers[-1])].low_rank)]
                 ways += [PROJECT + " ".join(map(str, plan)) for plan in self.gemm.project_plans(size, matrix, down)]
         if name == "ffn_value":
-            ways += ["sparse"] * (size <= MAX_SPARSE) + ["union"] * self.linear.union_fits(size, *matrices[0].shape)
+            ways += ["sparse"] * (size <= MAX_SPARSE) + ["union"] * self.linear.union_fits(size, *self._value_shape)
         else:
             ways += ["gemv"] * (size <= MAX_GEMV)
 
@@ -338,6 +366,11 @@ class KernelOps:
 
     def _low_rank_room(self, num_tokens: int, rank: int) -> Tensor:
         return self._low[: num_tokens * rank].view(num_tokens, rank)
+
+
+def _fastest(times: dict[str, float], nearly: float, most: int) -> list[str]:
+    """Return the fastest way and those that took up to `nearly` times as long, at most so many, the fastest first."""
+    return [way for way in sorted(times, key=times.get) if times[way] <= nearly * min(times.values())][:most]
 
 
 @lru_cache

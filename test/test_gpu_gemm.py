@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from rwkv_batch.kernel_gemm import Plan
+
 pytestmark = pytest.mark.gpu
 
 
@@ -52,6 +54,26 @@ def test_values(gemm, M, K, transposed):
         assert relative_error(multiply(gemm, x, matrix), reference) < 4e-4, n
         squared = multiply(gemm, x, matrix, relu_square=True)
         assert relative_error(squared, reference.clamp(min=0) ** 2) < 4e-4, n
+
+
+@pytest.mark.parametrize("n", [1, 5, 8, 9, 16])
+def test_marks(gemm, n):
+    """Which columns are not all zeros, also where squares of the smallest sums round to zero."""
+    matrix = gemm.prepare(random(8256, 512))
+    x = random(n, 512, scale=512**-0.5 / 1000) * (torch.rand(n, 1, device="cuda") < 0.6)
+    x[0] = 0
+    plans = [Plan(height, 8 if n <= 8 else 16, 1, 4, clusters) for height in (64, 128) for clusters in (129, 20)]
+    expected = multiply(gemm, x, matrix, relu_square=True, plan=plans[0])
+    for plan in plans:
+        marks = torch.full((258,), -1, dtype=torch.int32, device="cuda")
+        out = multiply(gemm, x, matrix, relu_square=True, plan=plan, marks=marks)
+        bits = marks[:, None] >> torch.arange(32, device="cuda") & 1
+        assert torch.equal(bits.flatten().bool(), (out != 0).any(0)), plan
+        assert torch.equal(out, expected), plan
+    with pytest.raises(ValueError, match="marks"):
+        multiply(gemm, x, matrix, marks=marks[:5])
+    with pytest.raises(ValueError, match="marks"):
+        multiply(gemm, x, matrix, plan=plans[0]._replace(split=2), marks=marks)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -1,5 +1,7 @@
 """The kernels of cuda/linear.cu, grouped.cu and sparse.cu on a GPU against float64: sizes, other tokens, overlap, errors."""
 
+import functools
+
 import pytest
 import torch
 from models import SHAPES, random_weights
@@ -38,6 +40,10 @@ def random(*shape, scale=1.0, seed=0, dtype=torch.float16):
 
 def empty(*shape, dtype=torch.float16):
     return torch.full(shape, torch.nan, dtype=dtype, device="cuda")
+
+
+def no_marks(units):
+    return torch.full((units // 32,), -1, dtype=torch.int32, device="cuda")
 
 
 def product64(x, weight_t, bias=None):
@@ -294,32 +300,68 @@ class TestUnionProject:
         if not linear.hopper:
             pytest.skip("needs a Hopper GPU")
 
+    @staticmethod
+    def union(linear, hidden, weight, out):
+        marks = no_marks(hidden.shape[1])
+        linear.mark_units(hidden, marks)
+        linear.union_project(hidden, marks, weight, out)
+
     @pytest.mark.parametrize("n", FEW)
     @pytest.mark.parametrize(
-        ("units", "width"), [(32, 128), (2080, 128), (3072, 768), (8192, 2048), (10240, 2560), (16384, 4096)]
+        ("units", "width"),
+        [
+            (32, 128),  # most blocks and warps have none
+            (96, 128),
+            (544, 256),  # blocks' parts of odd numbers of steps
+            (2080, 128),
+            (3072, 768),
+            (8192, 2048),
+            (10240, 2560),
+            (16384, 4096),
+            (20512, 4352),  # a block has all units: more steps of a warp than marks are read at a time
+        ],
     )
     def test_against_float64(self, linear, n, units, width):
         hidden, weight, out = sparse_hidden(n, units), random(units, width, scale=0.05, seed=1), empty(n, width)
-        linear.union_project(hidden, weight, out)
+        self.union(linear, hidden, weight, out)
         assert_close(out, *product64(hidden, weight))
 
     @pytest.mark.parametrize("off", [0.0, 0.5, 0.999, 1.0])
     @pytest.mark.parametrize("n", [1, 8, 16])
     def test_any_share_of_units(self, linear, n, off):
         hidden, weight, out = sparse_hidden(n, 8192, off), random(8192, 2048, scale=0.05, seed=1), empty(n, 2048)
-        linear.union_project(hidden, weight, out)
+        self.union(linear, hidden, weight, out)
         assert_close(out, *product64(hidden, weight))
+
+    @pytest.mark.parametrize("off", [0.0, 0.9, 0.999, 1.0])
+    @pytest.mark.parametrize("n", FEW)
+    def test_marks(self, linear, n, off):
+        hidden, marks = sparse_hidden(n, 8224, off), no_marks(8224)
+        hidden[0, 77] = -0.0
+        linear.mark_units(hidden, marks)
+        bits = marks[:, None] >> torch.arange(32, device="cuda") & 1
+        assert torch.equal(bits.flatten().bool(), (hidden != 0).any(0))
+
+    def test_bits_do_not_depend_on_marks(self, linear):
+        """Whatever else is marked, and however often hidden changes where it lies."""
+        weight, out, expected = random(8192, 2048, seed=1), empty(16, 2048), empty(16, 2048)
+        hidden = empty(16, 8192)
+        for seed in range(20):
+            hidden.copy_(sparse_hidden(16, 8192, 0.99, seed=seed))
+            self.union(linear, hidden, weight, out)
+            linear.union_project(hidden, no_marks(8192), weight, expected)  # all bits are set
+            assert torch.equal(out, expected)
 
     def test_rows_of_inactive_units_are_not_read(self, linear):
         hidden, weight, out = sparse_hidden(3, 16384), random(16384, 4096, seed=1), empty(3, 4096)
         whole = torch.arange(16384, device="cuda") % 8192 < 512  # what each of two blocks reads before it knows
         weight[(hidden == 0).all(0) & ~whole] = torch.nan
-        linear.union_project(hidden, weight, out)
+        self.union(linear, hidden, weight, out)
         assert out.isfinite().all()
 
     @pytest.mark.parametrize("width", [768, 2048, 4096])
     def test_same_bits_with_any_others(self, linear, width):
-        assert_same_bits_with_any_others(linear.union_project, FEW, width)
+        assert_same_bits_with_any_others(functools.partial(self.union, linear), FEW, width)
 
 
 @pytest.mark.parametrize("shape", [(1, 1024), (3, 1288), (960, 16384)])
@@ -342,6 +384,7 @@ def test_overlapping_launches_give_the_same(launcher, n):
     mixed = random(6, n, width)
     x, hidden, inner = mixed[0], empty(n, pack.rank), empty(n, 4 * width)
     u, rate, blend = empty(n, width, dtype=torch.float32), empty(n, width), empty(n, width)
+    marks = no_marks(4 * width)
 
     def chain(linear):
         for _ in range(4):
@@ -353,7 +396,8 @@ def test_overlapping_launches_give_the_same(launcher, n):
             if n <= MAX_SPARSE:
                 linear.sparse_project(inner, second, x)
             if linear.union_fits(n, *second.shape):
-                linear.union_project(inner, second, mixed[1])
+                linear.mark_units(inner, marks)
+                linear.union_project(inner, marks, second, mixed[1])
 
     def results(overlap):
         mixed.copy_(random(6, n, width))
@@ -378,14 +422,16 @@ def test_overlapping_launches_give_the_same(launcher, n):
 
 
 def test_errors_name_the_argument(linear):
-    x, weight, out = random(2, 128), random(64, 128), empty(2, 64)
+    x, weight, out, marks = random(2, 128), random(64, 128), empty(2, 64), no_marks(64)
     for name, call in {
         "x": lambda: linear.gemv(x.float(), weight, out),
         "weight": lambda: linear.gemv(x, weight[:, :64], out),
         "out": lambda: linear.gemv(x, weight, out.t()),
         "N 17": lambda: linear.gemv(random(17, 128), weight, empty(17, 64)),
         "N 9": lambda: linear.sparse_project(random(9, 64), weight, empty(9, 128)),
-        "N 17, F 64": lambda: linear.union_project(random(17, 64), weight, empty(17, 128)),
+        "N 17, F 64": lambda: linear.union_project(random(17, 64), marks, weight, empty(17, 128)),
+        "F 40": lambda: linear.mark_units(random(2, 40), marks),
+        "marks": lambda: linear.mark_units(random(2, 128), marks),
         "hidden": lambda: linear.low_rank_down(random(6, 2, 128), random_pack(128, (32, 32, 32, 32)), out),
     }.items():
         with pytest.raises(ValueError, match=name):
