@@ -36,7 +36,7 @@ constexpr float MASS_TRIED = 100.f;
 constexpr int LISTED = 512, STAGED = 4608;  // columns
 constexpr int CANDIDATES = MIN_THREADS / LANES;  // of a redrawn row at a time, a warp for each
 constexpr int MAX_DRAWN = 128 * CANDIDATES;      // never reached: at least one of four is kept on average
-constexpr int MEASURED = 3;                      // values that one pass measures,
+constexpr int MEASURED = 4;                      // values that one pass measures at most,
 constexpr int SUMS = 8;                          // by two sums each; rounded up to a power of two
 constexpr int TOGETHER = 4;                      // parts whose columns a warp adds up together there
 constexpr int BUCKETS = 2048;
@@ -49,6 +49,7 @@ constexpr uint32_t EXACT = 1 << 16;  // a histogram's count of columns that stan
 constexpr int MAX_SEARCHES = 32;
 constexpr int SWEPT = 2;  // parts that are on their way while one is worked on
 constexpr float ROUNDER = 1 << 23;  // added to a float, leaves the nearest whole number in its low bits
+constexpr float MAX_EXPONENT = 1 << 30;  // of weights, before the largest is subtracted; floats are then whole numbers apart by 64
 constexpr float DOUBT = 1e-5f;      // relative error of sums, generously
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr float GUMBEL_MAX = 9.6885f;  // above all Gumbel numbers
@@ -197,6 +198,8 @@ struct alignas(16) Shared {
     Candidate candidates[CANDIDATES];
     Listed list[LISTED];  // in the order of the columns
     Controls controls;
+    int64_t slot;      // for the thread that writes the result
+    float* penalties;  // null for rows without
     Overview overview;
     Window window;
     union {
@@ -378,6 +381,38 @@ __device__ __noinline__ Eight<T> fetch_slowly(const T* logits, int first, int n)
     return e;
 }
 
+// Two halves in a register.
+__device__ __forceinline__ float2 floats_of(uint32_t halves) {
+    __half two[2];
+    memcpy(two, &halves, sizeof(two));
+    return {to_float(two[0]), to_float(two[1])};
+}
+__device__ __forceinline__ uint32_t halves_of(float a, float b) {
+    const __half two[2] = {__float2half(a), __float2half(b)};
+    uint32_t halves;
+    memcpy(&halves, two, sizeof(halves));
+    return halves;
+}
+constexpr uint32_t NAN_HALVES = 0x7fff7fff, MINUS_INFINITY_HALVES = 0xfc00fc00;
+
+// The place of the n-th bit that is set, from 0.
+__device__ __forceinline__ int place_of_bit(uint32_t bits, int n) {
+    int place = 0;
+#pragma unroll
+    for (int width = LANES / 2; width; width /= 2) {
+        const int below = __popc(bits & ((1u << width) - 1));
+        if (n >= below) n -= below, bits >>= width, place += width;
+    }
+    return place;
+}
+
+// Weights relative to that of the value `high`, in one operation: the rounding of `most` is put right at the end.
+struct Weights {
+    float high, scale, most;
+    __device__ __forceinline__ float of(float v) const { return exp2_of(__fmaf_rn(v, scale, -most)); }
+    __device__ __forceinline__ float correction() const { return exp2_of(-__fmaf_rn(high, scale, -most)); }
+};
+
 // One row's logits after bias, masks and penalties. A part's vector i belongs to lane i.
 template <class T>
 struct Row {
@@ -465,6 +500,19 @@ struct Row {
 #pragma unroll
             for (int j = 0; j < 8; j++) v[j] -= q[j];
         }
+    }
+    // Bits of a part's vectors that are not in memory as they count; not for rows with `allowed`.
+    __device__ __forceinline__ uint32_t special_vectors(int part) const {
+        return (any_special() ? shared().special[part] : 0u) | (end_masked && part == 0 ? 1u : 0u);
+    }
+    // Whether the largest x = value / temperature is finite, so that there is a distribution; that of halves cannot overflow.
+    __device__ __forceinline__ bool finite(const Softmax& softmax) const {
+        return fabsf(HALVES ? softmax.top : __fdiv_rn(softmax.top, softmax.temperature)) < INFINITY;
+    }
+    // Where values are so large that `most` would leave no room for their differences, all but the largest weigh nothing anyway.
+    __device__ __forceinline__ Weights weights_below(float high, float scale) const {
+        if (!HALVES && fabsf(high * scale) > MAX_EXPONENT) scale = MAX_EXPONENT / fabsf(high);
+        return {high, scale, high * scale};
     }
     // Call f(part, values) for each of a warp's parts; the next SWEPT are on their way meanwhile.
     template <class F>
@@ -563,10 +611,10 @@ struct Row {
             const uint32_t key = lane_max(broken ? BROKEN : key_of(largest));
             float mass = 0;
             if (weigh && key != BROKEN && key != key_of(-INFINITY)) {
-                const float high = value_of(key), most = high * scale;
+                const Weights weights = weights_below(value_of(key), scale);
 #pragma unroll
-                for (int j = 0; j < 8; j++) mass += exp2_of(__fmaf_rn(v[j], scale, -most));
-                mass = lane_sum(mass) * exp2_of(-__fmaf_rn(high, scale, -most));  // for the rounding of `most`
+                for (int j = 0; j < 8; j++) mass += weights.of(v[j]);
+                mass = lane_sum(mass) * weights.correction();
             }
             if (SPECIAL) __syncwarp();  // all have read sh.special
             if (lane < size) {
@@ -732,123 +780,155 @@ __device__ __forceinline__ Candidate draw_candidate(const R& row, const Softmax&
     return c;
 }
 
-// Two halves in a register.
-__device__ __forceinline__ float2 floats_of(uint32_t halves) {
-    __half two[2];
-    memcpy(two, &halves, sizeof(two));
-    return {to_float(two[0]), to_float(two[1])};
-}
-__device__ __forceinline__ uint32_t halves_of(float a, float b) {
-    const __half two[2] = {__float2half(a), __float2half(b)};
-    uint32_t halves;
-    memcpy(&halves, two, sizeof(halves));
-    return halves;
-}
+// What a pair of halves is compared with instead of a value that need not be a half: the next one up, and the one equal to it.
+struct HalfMark {
+    uint32_t at_least, equal;
+    __device__ __forceinline__ void set(float mark) {
+        const float next = to_float(__float2half_ru(mark));
+        at_least = halves_of(next, next), equal = next == mark ? at_least : NAN_HALVES;
+    }
+};
 // What a lane has seen beside a mark: the mass of columns at least as large, and the number of those equal to it.
 struct Marked {
     float at_least = 0, equal = 0;
-    uint32_t equals = 0;  // the number among columns that came as pairs of halves, two halves itself
+    uint32_t equals = 0;  // those among pairs of halves: for each, 0xffff has been added to its half of the word
     __device__ __forceinline__ void add(float v, float weight, float mark) {
         if (v >= mark) at_least += weight;
         if (v == mark) equal += 1;
     }
-    __device__ __forceinline__ void add(uint32_t pair, float2 weights, uint32_t mark) {
+    __device__ __forceinline__ void add(uint32_t pair, float2 weights, const HalfMark& mark) {
 #ifdef RWKV_HIP
-        const float2 v = floats_of(pair), count = floats_of(equals);
-        const float m = floats_of(mark).x;
-        if (v.x >= m) at_least += weights.x;
-        if (v.y >= m) at_least += weights.y;
-        equals = halves_of(count.x + (v.x == m), count.y + (v.y == m));
+        const float2 v = floats_of(pair);
+        const float least = floats_of(mark.at_least).x, same = floats_of(mark.equal).x;
+        if (v.x >= least) at_least += weights.x;
+        if (v.y >= least) at_least += weights.y;
+        equals += (v.x == same ? 0xffffu : 0u) + (v.y == same ? 0xffff0000u : 0u);
 #else
         asm("{\n\t.reg .pred p, q;\n\t.reg .b32 same;\n\t"
-            "setp.ge.f16x2 p|q, %2, %3;\n\t@p add.f32 %0, %0, %4;\n\t@q add.f32 %0, %0, %5;\n\t"
-            "set.eq.f16x2.f16x2 same, %2, %3;\n\tadd.f16x2 %1, %1, same;\n\t}"
+            "setp.ge.f16x2 p|q, %2, %3;\n\t@p add.f32 %0, %0, %5;\n\t@q add.f32 %0, %0, %6;\n\t"
+            "set.eq.u32.f16x2 same, %2, %4;\n\tadd.u32 %1, %1, same;\n\t}"
             : "+f"(at_least), "+r"(equals)
-            : "r"(pair), "r"(mark), "f"(weights.x), "f"(weights.y));
+            : "r"(pair), "r"(mark.at_least), "r"(mark.equal), "f"(weights.x), "f"(weights.y));
 #endif
+    }
+    __device__ __forceinline__ float num_equal() const {
+        const uint32_t low = -equals & 0xffff, high = -(equals + low) >> 16;  // `high`: less what `low` borrowed from it
+        return equal + float(low + ((high + low) & 0xffff));
     }
 };
 
 // Sums over the lanes of N numbers at once, N a power of two: lane i gets number i / (LANES / N).
-template <int N>
-__device__ __forceinline__ float lane_sums(float (&v)[N]) {
-    const int lane = threadIdx.x % LANES;
+template <int N, int DISTANCE = LANES / 2>
+__device__ __forceinline__ float lane_sums(const float (&v)[N]) {
+    if constexpr (DISTANCE == 0) {
+        return v[0];
+    } else if constexpr (N == 1) {
+        const float sum[1] = {v[0] + __shfl_xor_sync(ALL, v[0], DISTANCE, LANES)};
+        return lane_sums<1, DISTANCE / 2>(sum);
+    } else {
+        const bool upper = threadIdx.x & DISTANCE;
+        float sums[N / 2];
 #pragma unroll
-    for (int d = LANES / 2, n = N / 2; d; d /= 2, n /= 2) {
-        if (n == 0) v[0] += __shfl_xor_sync(ALL, v[0], d, LANES);
-#pragma unroll
-        for (int i = 0; i < n; i++) {
-            const float kept = lane & d ? v[i + n] : v[i], given = lane & d ? v[i] : v[i + n];
-            v[i] = kept + __shfl_xor_sync(ALL, given, d, LANES);
+        for (int i = 0; i < N / 2; i++) {
+            const float kept = upper ? v[i + N / 2] : v[i], given = upper ? v[i] : v[i + N / 2];
+            sums[i] = kept + __shfl_xor_sync(ALL, given, DISTANCE, LANES);
         }
+        return lane_sums<N / 2, DISTANCE / 2>(sums);
     }
-    return v[0];
 }
 
 // A pass over the block's share of the row. Sum 2 i is the mass of columns at least as large as mark i, sum 2 i + 1 the number of
 // those equal to it, by groups of parts; marks ascend, and groups whose columns are all below the first are left unread. All
-// blocks of the cluster are told. HALVES: the logits are fp16 and final values.
-template <bool HALVES, class R>
+// blocks of the cluster are told. With HALVES columns are compared as they are in memory; the few special vectors, which are not
+// final there, are left out and then dealt out to the lanes anew: a lane that holds one would keep the other 31 waiting.
+template <int MARKS, bool HALVES, class R>
 __device__ __forceinline__ void measure(const R& row, const Softmax& softmax, const float (&marks)[MEASURED], int turn) {
     Shared& sh = shared();
-    constexpr int COPIES = LANES / SUMS;  // lanes that get the same sum
+    constexpr int NUM_SUMS = MARKS == 1 ? 2 : MARKS == 2 ? 4 : SUMS, COPIES = LANES / NUM_SUMS;  // lanes that get the same sum
     const int lane = threadIdx.x % LANES, num_groups = row.num_parts() / TOGETHER;
-    const float most = softmax.top * softmax.scale;
-    const auto weight = [&](float v) { return exp2_of(__fmaf_rn(v, softmax.scale, -most)); };
-    uint32_t halves[MEASURED];
+    const Weights weights = row.weights_below(softmax.top, softmax.scale);
+    HalfMark halves[MARKS];
 #pragma unroll
-    for (int m = 0; m < MEASURED; m++) halves[m] = halves_of(marks[m], marks[m]);
+    for (int m = 0; m < MARKS; m++) halves[m].set(marks[m]);
     const uint32_t lowest = key_of(marks[0]);
 #pragma unroll 1
     for (int group = row.rank * num_warps() + threadIdx.x / LANES; group < num_groups; group += row.size * num_warps()) {
-        float sums[SUMS] = {};
+        float sum = 0;
         uint32_t key = 0;
 #pragma unroll
         for (int i = 0; i < TOGETHER; i++) key = max(key, sh.part_keys[row.place_of(group * TOGETHER + i)]);
         if (key >= lowest) {
-            Marked marked[MEASURED];
-            const int first = group * TOGETHER * LANES + lane;
-            decltype(row.fetch_packed(0)) raw[TOGETHER];
-            if ((group + 1) * TOGETHER * LANES <= row.whole) {
+            Marked marked[MARKS];
+            const auto add = [&](const float (&v)[8]) {
 #pragma unroll
-                for (int i = 0; i < TOGETHER; i++) raw[i] = row.read_packed(first + i * LANES);
+                for (int j = 0; j < 8; j++) {
+                    const float w = weights.of(v[j]);
+#pragma unroll
+                    for (int m = 0; m < MARKS; m++) marked[m].add(v[j], w, marks[m]);
+                }
+            };
+            const int first = group * TOGETHER * LANES;
+            decltype(row.fetch_packed(0)) raw[TOGETHER];
+            if (first + TOGETHER * LANES <= row.whole) {
+#pragma unroll
+                for (int i = 0; i < TOGETHER; i++) raw[i] = row.read_packed(first + i * LANES + lane);
             } else {
 #pragma unroll
-                for (int i = 0; i < TOGETHER; i++) raw[i] = row.fetch_packed(first + i * LANES);
+                for (int i = 0; i < TOGETHER; i++) raw[i] = row.fetch_packed(first + i * LANES + lane);
             }
+            if constexpr (HALVES) {
+                uint32_t special[TOGETHER];
+                int num_special = 0;
 #pragma unroll
-            for (int i = 0; i < TOGETHER; i++) {
-                if constexpr (HALVES) {
+                for (int i = 0; i < TOGETHER; i++) {
+                    special[i] = row.plain ? 0u : row.special_vectors(group * TOGETHER + i);
+                    num_special += __popc(special[i]);
+                }
+                if (num_special) {
+#pragma unroll
+                    for (int i = 0; i < TOGETHER; i++)
+#pragma unroll
+                        for (int j = 0; j < 4; j++)
+                            if (special[i] >> lane & 1) raw[i].words[j] = MINUS_INFINITY_HALVES;
+                }
+#pragma unroll
+                for (int i = 0; i < TOGETHER; i++)
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
-                        const float2 v = floats_of(raw[i].words[j]), weights = {weight(v.x), weight(v.y)};
+                        const float2 v = floats_of(raw[i].words[j]), both = {weights.of(v.x), weights.of(v.y)};
 #pragma unroll
-                        for (int m = 0; m < MEASURED; m++) marked[m].add(raw[i].words[j], weights, halves[m]);
+                        for (int m = 0; m < MARKS; m++) marked[m].add(raw[i].words[j], both, halves[m]);
                     }
-                } else {
+#pragma unroll 1
+                for (int at = lane; at < num_special; at += LANES) {
+                    int part = 0, n = at;
+                    uint32_t bits = special[0];
+#pragma unroll
+                    for (int i = 1; i < TOGETHER; i++)
+                        if (part == i - 1 && n >= __popc(bits)) n -= __popc(bits), bits = special[i], part = i;
                     float v[8];
-                    row.finish(first + i * LANES, raw[i].unpack(), v);
+                    row.load_vector(first + part * LANES + place_of_bit(bits, n), v);
+                    add(v);
+                }
+            } else {
 #pragma unroll
-                    for (int j = 0; j < 8; j++) {
-                        const float w = weight(v[j]);
-#pragma unroll
-                        for (int m = 0; m < MEASURED; m++) marked[m].add(v[j], w, marks[m]);
-                    }
+                for (int i = 0; i < TOGETHER; i++) {
+                    float v[8];
+                    row.finish(first + i * LANES + lane, raw[i].unpack(), v);
+                    add(v);
                 }
             }
+            float sums[NUM_SUMS] = {};
 #pragma unroll
-            for (int m = 0; m < MEASURED; m++) {
-                const float2 equals = floats_of(marked[m].equals);
-                sums[2 * m] = marked[m].at_least, sums[2 * m + 1] = marked[m].equal + equals.x + equals.y;
-            }
-            sums[0] = lane_sums(sums);
+            for (int m = 0; m < MARKS; m++) sums[2 * m] = marked[m].at_least, sums[2 * m + 1] = marked[m].num_equal();
+            sum = lane_sums(sums);
         }
         float* const to = &sh.measured[turn][lane / COPIES][group];
         if (row.size == 1) {
-            if (lane % COPIES == 0) *to = sums[0];
+            if (lane % COPIES == 0) *to = sum;
         } else {
 #pragma unroll 1
-            for (int r = lane % COPIES; r < row.size; r += COPIES) *remote(to, r) = sums[0];
+            for (int r = lane % COPIES; r < row.size; r += COPIES) *remote(to, r) = sum;
         }
     }
 }
@@ -872,21 +952,33 @@ __device__ __forceinline__ int choose_marks(int next, float p, float rejected, f
     return next;
 }
 
-// See `measure` for the sums; the work of all blocks.
+// See `measure` for the sums, of the first `num_marks` marks; the work of all blocks.
 template <class R>
-__device__ __forceinline__ void measure_row(const R& row, const Softmax& softmax, const float (&marks)[MEASURED], int turn,
-                                            float (&sums)[SUMS]) {
+__device__ __forceinline__ void measure_row(const R& row, const Softmax& softmax, const float (&marks)[MEASURED], int num_marks,
+                                            int turn, float (&sums)[SUMS]) {
     if constexpr (R::HALVES) {
-        row.plain ? measure<true>(row, softmax, marks, turn) : measure<false>(row, softmax, marks, turn);
+        const auto by = [&](auto number) { measure<decltype(number)::value, true>(row, softmax, marks, turn); };
+        if (row.a.allowed) {
+            measure<MEASURED, false>(row, softmax, marks, turn);
+        } else if (num_marks == 1) {
+            by(std::integral_constant<int, 1>{});
+        } else if (num_marks == 2) {
+            by(std::integral_constant<int, 2>{});
+        } else if (num_marks == 3) {
+            by(std::integral_constant<int, 3>{});
+        } else {
+            by(std::integral_constant<int, MEASURED>{});
+        }
     } else {
-        measure<false>(row, softmax, marks, turn);
+        measure<MEASURED, false>(row, softmax, marks, turn);
     }
     row.sync();
     const int lane = threadIdx.x % LANES;
     float own[SUMS] = {};
     for (int group = lane; group < row.num_parts() / TOGETHER; group += LANES) {
 #pragma unroll
-        for (int i = 0; i < 2 * MEASURED; i++) own[i] += shared().measured[turn][i][group];
+        for (int i = 0; i < 2 * MEASURED; i++)
+            if (i < 2 * num_marks) own[i] += shared().measured[turn][i][group];
     }
     const float sum = lane_sums(own);
 #pragma unroll
@@ -900,8 +992,8 @@ __device__ __noinline__ int redraw(const R row, const Softmax softmax) {
     Shared& sh = shared();
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const float own = row.own_mass(softmax), total = __shfl_sync(ALL, lane_scan(own), LANES - 1, LANES);
-    const float p = sh.controls.top_p * total, most = softmax.top * softmax.scale;
-    const float unrounded = exp2_of(-__fmaf_rn(softmax.top, softmax.scale, -most));  // for the rounding of `most` in `measure`
+    const float p = sh.controls.top_p * total;
+    const float unrounded = row.weights_below(softmax.top, softmax.scale).correction();  // of the sums in `measure`
     float rejected = -INFINITY;  // a value that was not kept: smaller ones are not either
     int turn = 0;
 #pragma unroll 1
@@ -919,7 +1011,7 @@ __device__ __noinline__ int redraw(const R row, const Softmax softmax) {
             const int end = choose_marks(next, p, rejected, marks, num_marks);
             if (num_marks == 0 && end < CANDIDATES) return sh.candidates[end].column;
             if (num_marks == 0) break;
-            measure_row(row, softmax, marks, turn, sums);
+            measure_row(row, softmax, marks, num_marks, turn, sums);
             turn ^= 1;
 #pragma unroll 1
             for (; next < end; next++) {
@@ -1655,8 +1747,8 @@ __device__ __forceinline__ Cut cut_searched(const R& row, const Softmax& softmax
 __device__ __forceinline__ float noise_of(uint32_t word, float width) { return __fmul_rn(width, uniform(word)); }
 __device__ __forceinline__ float gumbel_of(uint32_t word) { return -logf(fmaxf(-logf(uniform(word)), 6.2e-5f)); }
 
-// The column with the largest x = value / temperature after noise, the lowest of several; -1 when a logit is NaN or +inf, or all
-// are -inf. The work of all blocks. A single pass over the row, which nothing needs to be known of before.
+// The column with the largest x = value / temperature after noise, the lowest of several; -1 when a logit is NaN, or the largest
+// x is not finite. The work of all blocks. A single pass over the row, which nothing needs to be known of before.
 //
 // Most columns cannot win: they are too far below the largest found so far, whatever their noise. Of the others, in fours,
 // numbers are made 32 at a time, and from the largest of four the noise is bounded: logarithms are left to the few that may win.
@@ -1715,7 +1807,7 @@ __device__ __noinline__ int noisy_argmax(const R row) {
                                 max_or_nan(max_or_nan(v[4], v[5]), max_or_nan(v[6], v[7]))};
         broken |= !(max_or_nan(highs[0], highs[1]) < INFINITY);
         best = found();
-        const float bar = (best - reach) * temperature - 1e-5f * (fabsf(best) + reach) * temperature;  // with room for rounding
+        const float bar = (best - reach - 1e-5f * (fabsf(best) + reach)) * temperature;  // with room for rounding
 #pragma unroll 1
         for (int half = 0; half < 2; half++) {
             const float high = half ? highs[1] : highs[0];
@@ -1736,7 +1828,7 @@ __device__ __noinline__ int noisy_argmax(const R row) {
     __syncthreads();
     if (own_column != NONE && key_of(own) == sh.found) atomicMin(&sh.column, own_column);
     __syncthreads();
-    const auto result = [](uint32_t key, int column) { return key == BROKEN || column == NONE ? -1 : column; };
+    const auto result = [](uint32_t key, int column) { return key >= key_of(INFINITY) || column == NONE ? -1 : column; };
     if (row.size == 1) return result(sh.found, sh.column);
     if (threadIdx.x < row.size) {
         Shared& to = *remote(&sh, threadIdx.x);
@@ -1758,7 +1850,7 @@ __device__ __forceinline__ void overlook(const R& row, const Controls& controls)
     const uint32_t key = row.top_key();
     const Softmax softmax{controls.temperature, value_of(key), LOG2E / controls.temperature};
     Overview o{value_of(key), 0, NONE, -FLT_MAX};
-    if (key > key_of(-INFINITY) && o.top < INFINITY) {
+    if (row.finite(softmax)) {
         o.mass = lane_sum(row.own_mass(softmax));
         const bool by_count = controls.top_k < row.a.num_columns;
         const bool few = by_count && controls.top_k <= MAX_RANKED;
@@ -1846,6 +1938,25 @@ __device__ __forceinline__ int filtered_draw(const R& row, const Softmax& softma
     return draw_searched(row, softmax, cut.theta, cut.edge(softmax, k, p, !joint), sh.window.result == TIES);
 }
 
+// Write down what a row's column means. All it needs is read anew: kept in registers meanwhile, it would cost every loop before.
+__device__ __forceinline__ void conclude(const SampleArgs& a, int column) {
+    if (threadIdx.x != 0 || cluster_rank() != 0) return;
+    const Shared& sh = shared();
+    const int index = int(blockIdx.x) / cluster_size();
+    const bool finite = column >= 0;
+    const int64_t slot = sh.slot, id = !finite ? 0 : a.ids ? a.ids[column] : a.first_id + column;
+    a.out_ids[index] = id;
+    a.out_finite[index] = finite;
+    if (a.last_ids) a.last_ids[slot] = id;
+    atomicAdd(reinterpret_cast<unsigned long long*>(a.step + slot), 1ull);  // not waited for
+    if (!sh.penalties) return;
+    a.pending_column[slot] = column;
+    if (!finite) return;
+    const bool again = sh.special[column / PART] >> column / 8 % LANES & 1 && sh.penalties[column] != 0.f;
+    a.pending_penalty[slot] = again ? sh.controls.alpha_frequency : sh.controls.alpha_presence;
+    atomicOr(&a.touched[slot * ((a.num_columns + PART - 1) / PART) + column / PART], 1u << column / 8 % LANES);
+}
+
 // DENSE: with fewer registers, so that more blocks of the least size share a multiprocessor.
 template <class T, bool DENSE>
 __global__ void __launch_bounds__(DENSE ? MIN_THREADS : MAX_THREADS, DENSE ? DENSE_BLOCKS : 1) sample_kernel(const __grid_constant__ SampleArgs a, const bool aligned) {
@@ -1873,6 +1984,7 @@ __global__ void __launch_bounds__(DENSE ? MIN_THREADS : MAX_THREADS, DENSE ? DEN
     const bool by_count = a.top_k[slot] < a.num_columns, by_mass = a.top_p[slot] < INFINITY;
     const bool weigh = way == PLAIN || way == REDRAW || (way == JOINT && by_mass) || (way == SEQUENTIAL && by_mass && !by_count);
     if (t == num_threads() - 1) sh.controls = Controls(a, slot);
+    if (t == 0) sh.slot = slot, sh.penalties = row.penalties;
     if (size > 1) cluster_wait();  // all blocks have begun
     if (row.num_bias) row.mark_bias();
     const bool noisy = way == GUMBEL || way == NOISE;
@@ -1894,31 +2006,19 @@ __global__ void __launch_bounds__(DENSE ? MIN_THREADS : MAX_THREADS, DENSE ? DEN
         if (way != REDRAW && (t >= LANES || rank)) return;
         const uint32_t key = row.top_key();
         const Softmax softmax{temperature, value_of(key), LOG2E / temperature};
-        if (key > key_of(-INFINITY) && softmax.top < INFINITY)
-            column = way == GREEDY ? first_equal(row, key) : way == PLAIN ? plain_draw(row, softmax) : redraw(row, softmax);
+        if (way == GREEDY) {
+            if (fabsf(softmax.top) < INFINITY) column = first_equal(row, key);
+        } else if (row.finite(softmax)) {
+            column = way == PLAIN ? plain_draw(row, softmax) : redraw(row, softmax);
+        }
     } else {
         if (rank && by_count && a.top_k[slot] <= MAX_RANKED) return;
         if (t < LANES) overlook(row, sh.controls);
         __syncthreads();
         const Softmax softmax{temperature, sh.overview.top, LOG2E / temperature};
-        if (softmax.top > -INFINITY && softmax.top < INFINITY) column = filtered_draw(row, softmax);
+        if (row.finite(softmax)) column = filtered_draw(row, softmax);
     }
-    if (t == 0 && rank == 0) {
-        const bool finite = column >= 0;
-        const int64_t id = !finite ? 0 : a.ids ? a.ids[column] : a.first_id + column;
-        a.out_ids[index] = id;
-        a.out_finite[index] = finite;
-        if (a.last_ids) a.last_ids[slot] = id;
-        atomicAdd(reinterpret_cast<unsigned long long*>(a.step + slot), 1ull);  // not waited for
-        if (row.penalties) {
-            a.pending_column[slot] = column;
-            if (finite) {
-                const bool again = sh.special[column / PART] >> column / 8 % LANES & 1 && row.penalties[column] != 0.f;
-                a.pending_penalty[slot] = again ? sh.controls.alpha_frequency : sh.controls.alpha_presence;
-                atomicOr(&a.touched[slot * ((a.num_columns + PART - 1) / PART) + column / PART], 1u << column / 8 % LANES);
-            }
-        }
-    }
+    conclude(a, column);
 }
 
 // How a launch is shaped.

@@ -292,10 +292,12 @@ def test_same_seed_same_ids_for_any_batch_and_in_a_graph(rapid, controls, scale,
     assert same >= total - rounded, (same, total)
 
 
-@pytest.mark.parametrize("character", ["flat", "peaked", "tied", "equal"])
-def test_rejected_draws_are_those_of_the_reference(rapid, character):
+@pytest.mark.parametrize(
+    ("character", "num_rows", "num_columns"),
+    [("flat", 1024, 65536), ("peaked", 1024, 65536), ("tied", 1024, 65536), ("equal", 1024, 65536), ("flat", 300, 131072)],
+)
+def test_rejected_draws_are_those_of_the_reference(rapid, character, num_rows, num_columns):
     """Rows by top_p alone, several thousand draws each, beside the reference on the same device."""
-    num_rows, num_columns = 1024, 65536
     generator = torch.Generator("cuda").manual_seed(7)
     reference = ReferenceSampler(num_rows, torch.arange(num_columns, device="cuda"), "cuda")
     gpu, slot_list = rapid(num_rows, num_columns), list(range(num_rows))
@@ -315,6 +317,91 @@ def test_rejected_draws_are_those_of_the_reference(rapid, character):
             same += int((reference.sample(logits, slots, slot_list).ids == gpu.sample(logits, slots).ids).sum())
             total += num_rows
     assert same >= 0.97 * total, (same, total)
+
+
+@pytest.mark.parametrize("num_rows", [12, 240])  # blocks that share a row, and a block for each
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_penalized_rejected_draws_are_those_of_the_reference(rapid, dtype, num_rows):
+    """After a history that touched few vectors, or neighbours, or all, with bias and the end masked: values are no halves."""
+    num_columns, history = 8197, 150
+    generator = torch.Generator("cuda").manual_seed(num_rows)
+    params = [SamplingParams(top_k=0, top_p=[0.3, 0.6, 0.9][i % 3], temperature=[1.0, 0.7][i % 2], seed=i, alpha_decay=0.99,
+                             alpha_presence=[0.3, 0.0317][i // 2 % 2], alpha_frequency=0.011, ignore_eos=i // 3 % 2 == 1,
+                             logit_bias=((0, 3.0), (17, 1.003), (4000, -1.7), (8196, 2.0)) if i % 4 == 3 else ())
+              for i in range(num_rows)]  # fmt: skip
+    reference = ReferenceSampler(num_rows, torch.arange(num_columns, device="cuda"), "cuda")
+    gpu, slot_list = rapid(num_rows, num_columns), list(range(num_rows))
+    reference.start_many(slot_list, params, slot_list)
+    slots = start(gpu, params, slot_list)
+    widths = torch.tensor([num_columns, 1500], device="cuda")[torch.arange(num_rows, device="cuda") % 2]
+    for _ in range(history):
+        hit = (torch.rand(num_rows, generator=generator, device="cuda") * (widths - 1)).long() + 1
+        logits = torch.zeros(num_rows, num_columns, dtype=dtype, device="cuda").scatter_(1, hit[:, None], 60000.0)
+        one, two = reference.sample(logits, slots, slot_list), gpu.sample(logits, slots)
+        assert torch.equal(one.ids, hit)
+        assert torch.equal(two.ids, hit)
+    same = total = 0
+    alive = torch.ones(num_rows, dtype=torch.bool, device="cuda")
+    for _ in range(8):
+        logits = torch.randn(num_rows, num_columns, generator=generator, device="cuda").to(dtype)
+        one, two = reference.sample(logits, slots, slot_list), gpu.sample(logits, slots)
+        same += int((one.ids == two.ids)[alive].sum())
+        total += int(alive.sum())
+        alive &= one.ids == two.ids
+        error = (gpu.penalties(slots) - reference.controls.penalties)[alive].abs().max()
+        assert error < 1e-5
+    assert same >= 0.97 * total, (same, total)
+
+
+@pytest.mark.parametrize("num_rows", [20, 400])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_noisy_draws_are_those_of_the_reference(rapid, dtype, num_rows):
+    """Flat, peaked, tied and mostly masked rows, with bias and the end masked, beside the reference on the same device."""
+    controls = [case(rule="gumbel"), case(rule="gumbel", temperature=0.4), case(rule="gumbel", temperature=6.0),
+                case(rule="noise", noise=1.5), case(rule="noise", noise=30.0),
+                case(rule="gumbel", ignore_eos=True, logit_bias=((0, 50.0), (3, 2.001), (60000, 5.0))),
+                case(rule="gumbel", ignore_eos=True)]  # fmt: skip
+    for num_columns in (65536, 70001, 131072):
+        generator = torch.Generator("cuda").manual_seed(num_columns)
+        params = [unpenalized(**controls[i % len(controls)], seed=i) for i in range(num_rows)]
+        logits = torch.randn(num_rows, num_columns, generator=generator, device="cuda")
+        character = torch.arange(num_rows, device="cuda")[:, None] // len(controls) % 4
+        likely = torch.rand(num_rows, num_columns, generator=generator, device="cuda") < 3e-4
+        logits = torch.where(character == 1, logits * 2 + 9 * likely, logits)
+        logits = torch.where(character == 2, (logits * 2).round() / 2, logits)
+        logits = torch.where((character == 3) & ~likely, -torch.inf, logits).to(dtype)
+        reference = ReferenceSampler(num_rows, torch.arange(num_columns, device="cuda"), "cuda")
+        sampler, slot_list = rapid(num_rows, num_columns), list(range(num_rows))
+        reference.start_many(slot_list, params, slot_list)
+        slots = start(sampler, params, slot_list)
+        for _ in range(3):
+            one, two = reference.sample(logits, slots, slot_list), sampler.sample(logits, slots)
+            assert torch.equal(one.finite, two.finite)
+            assert (one.ids != two.ids).sum() <= num_rows // 100  # logarithms may differ in their last bit
+
+
+@pytest.mark.parametrize("num_rows", [33, 330])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_fail_when_the_temperature_makes_them_overflow(rapid, dtype, num_rows):
+    """Logits of all magnitudes at the least temperature: the rows that fail, and the ids of the others, are the reference's."""
+    controls = [case(temperature=0), case(), case(top_k=0, top_p=1.0), case(top_k=0, top_p=0.6), case(top_k=0, top_p=0.1),
+                case(rule="sequential", top_k=40, top_p=0.8), case(top_k=300, top_p=0.99), case(rule="gumbel"),
+                case(rule="noise", noise=1.5)]  # fmt: skip
+    generator = torch.Generator("cuda").manual_seed(6)
+    magnitudes = torch.logspace(0, 38, num_rows, dtype=torch.float64, device="cuda")[:, None]
+    for chosen in controls:
+        for kind in ("both", "negative", "equal"):
+            logits = torch.rand(num_rows, 3000, generator=generator, device="cuda", dtype=torch.float64) * 2 - 1
+            logits = logits.abs().neg() - 1 if kind == "negative" else logits * 0 + 1 if kind == "equal" else logits
+            logits = (logits * magnitudes).to(dtype)
+            params = [unpenalized(**{"temperature": 0.001, **chosen}, seed=i) for i in range(num_rows)]
+            reference = ReferenceSampler(num_rows, torch.arange(3000, device="cuda"), "cuda")
+            sampler, slot_list = rapid(num_rows, 3000), list(range(num_rows))
+            reference.start_many(slot_list, params, slot_list)
+            slots = start(sampler, params, slot_list)
+            one, two = reference.sample(logits, slots, slot_list), sampler.sample(logits, slots)
+            assert torch.equal(one.finite, two.finite), (chosen, kind)
+            assert (one.ids != two.ids).sum() <= 1 + num_rows // 100, (chosen, kind)  # a draw may be at a border
 
 
 @pytest.mark.parametrize("fault", [float("nan"), float("inf"), -float("inf")])
