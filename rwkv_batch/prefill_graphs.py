@@ -21,7 +21,7 @@ from sampling.rapid import RapidSampler
 
 log = logging.getLogger("rwkv_batch.engine")
 
-TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
+TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 ROWS = (1, 32)
 STAGES = 4  # inputs that may be on their way to the device
 
