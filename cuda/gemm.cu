@@ -8,6 +8,7 @@
 //
 // With programmatic dependent launch the first stages of weights are on their way before the preceding kernel has ended.
 #include "hopper.cuh"
+#include "low_rank.cuh"
 
 #include <algorithm>
 
@@ -34,6 +35,7 @@ __constant__ const int PLANE[GROUPS] = {3, 4, 2, 5}, ACTIVATION[GROUPS] = {TANH,
 struct Shape {
     __half* out;  // [batch, N, M]
     int N, M, k_blocks, m_tiles, n_tiles, batch, split, log_split, stages;
+    int first_block, blocks;  // of the thread blocks, those that multiply
     bool transposed;
     int activation;
     uint16_t* marks;  // [M / 16] or null: bit i of word w says whether weight row 16 w + i has a result that is not zero
@@ -42,7 +44,7 @@ struct Shape {
 };
 
 // Thread blocks of wide tiles have a whole loading warpgroup, whose registers the others get; else one loading warp.
-constexpr int threads(int bm, int bn) { return bm * 2 + (bn <= 64 ? 32 : 128); }
+__host__ __device__ constexpr int threads(int bm, int bn) { return bm * 2 + (bn <= 64 ? 32 : 128); }
 __host__ __device__ constexpr int stage_bytes(int bm, int bn) { return (bm + bn) * BK * 2; }
 __host__ __device__ constexpr int epilogue_tokens(int bn) { return bn < 64 ? bn : 64; }
 __host__ __device__ constexpr int float_pitch(int bm) { return bm + 4; }  // fp32 row of the partial sums
@@ -74,8 +76,9 @@ __device__ __forceinline__ uint32_t finish(float a, float b, int activation) {
 struct Work {
     int part, first, stride, tiles, k0, steps;
     __device__ explicit Work(const Shape& p) {
-        part = blockIdx.x & (p.split - 1);
-        first = blockIdx.x >> p.log_split, stride = gridDim.x >> p.log_split;
+        const int block = blockIdx.x - p.first_block;
+        part = block & (p.split - 1);
+        first = block >> p.log_split, stride = p.blocks >> p.log_split;
         tiles = p.weight_tiles() * p.n_tiles;
         k0 = part * p.k_blocks >> p.log_split;
         steps = ((part + 1) * p.k_blocks >> p.log_split) - k0;
@@ -289,14 +292,11 @@ __device__ __forceinline__ void store_shared(
     }
 }
 
-#endif
-
+// All tiles of one thread block.
 template <int BM, int BN>
-__global__ void __launch_bounds__(threads(BM, BN), BN <= 64 ? 2 : 1)
-    gemm(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map,
-         const __grid_constant__ CUtensorMap beside_map, const __grid_constant__ Shape p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ char memory[];
+__device__ __forceinline__ void multiply_tiles(
+    const CUtensorMap& w_map, const CUtensorMap& x_map, const CUtensorMap& beside_map, const Shape& p, char* memory
+) {
     __shared__ Barriers barriers;
     constexpr int CONSUMERS = BM * 2;
     char* const stages = memory + (1024 - shared_address(memory) % 1024) % 1024;
@@ -343,6 +343,33 @@ __global__ void __launch_bounds__(threads(BM, BN), BN <= 64 ? 2 : 1)
         cluster_arrive();
         cluster_wait();
     }
+}
+
+#endif
+
+template <int BM, int BN>
+__global__ void __launch_bounds__(threads(BM, BN), BN <= 64 ? 2 : 1)
+    gemm(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map,
+         const __grid_constant__ CUtensorMap beside_map, const __grid_constant__ Shape p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ char memory[];
+    multiply_tiles<BM, BN>(w_map, x_map, beside_map, p, memory);
+#endif
+}
+
+// A product and, in the first blocks, the low-rank pairs. All blocks run at once: one to a multiprocessor, and no more than those.
+constexpr int INPUTS_THREADS = PAIR_WARPS * LANES + 32;
+template <int BM, int BN>
+__global__ void __launch_bounds__(INPUTS_THREADS, 1)
+    inputs(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ Shape p,
+           const __grid_constant__ Pairs pairs) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    static_assert(threads(BM, BN) <= INPUTS_THREADS);
+    extern __shared__ __align__(128) char memory[];
+    if (int(blockIdx.x) < pairs.blocks)
+        low_rank_pairs<BN / 8>(pairs, blockIdx.x, reinterpret_cast<uint8_t*>(memory));
+    else if (threadIdx.x < threads(BM, BN))
+        multiply_tiles<BM, BN>(w_map, x_map, x_map, p, memory);
 #endif
 }
 
@@ -358,6 +385,15 @@ constexpr Variant variant() {
 const Variant VARIANTS[] = {variant<64, 8>(),   variant<64, 16>(),  variant<64, 32>(),  variant<64, 64>(),
                             variant<64, 128>(), variant<128, 8>(),  variant<128, 16>(), variant<128, 32>(),
                             variant<128, 64>(), variant<128, 128>(), variant<128, 160>(), variant<128, 256>()};
+
+using InputsKernel = void (*)(CUtensorMap, CUtensorMap, Shape, Pairs);
+struct InputsVariant {
+    int bm, bn;
+    InputsKernel kernel;
+};
+const InputsVariant INPUTS[] = {
+    {64, 8, inputs<64, 8>}, {64, 16, inputs<64, 16>}, {128, 8, inputs<128, 8>}, {128, 16, inputs<128, 16>}
+};
 
 // How a product is cut up: the boxes of the maps, and see the top of the file.
 struct Cut {
@@ -377,6 +413,7 @@ cudaError_t launch(const void* w_map, const void* x_map, const void* beside_map,
             p.beside.tile[i + 1] = p.beside.tile[i] + (p.beside.first[i + 1] - p.beside.first[i] + v.bm - 1) / v.bm;
         const int tiles = p.weight_tiles() * p.n_tiles, clusters = p.split > 1 ? tiles : std::min(cut.clusters, tiles);
         const int shared = shared_bytes(v.bm, v.bn, p.split, p.stages);
+        p.blocks = clusters * p.split;
         const Launch how = {dim3(clusters * p.split), dim3(threads(v.bm, v.bn)), cudaStream_t(stream), cut.overlap, p.split, shared};
         const auto map = [](const void* at) { return *static_cast<const CUtensorMap*>(at); };
         return start(v.kernel, how, map(w_map), map(x_map), map(beside_map), p);
@@ -395,6 +432,8 @@ RWKV_EXPORT int rwkv_gemm_setup() {
     if (!error) error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     if (!error && major != 9) return cudaErrorNotSupported;
     for (const rwkv::Variant& v : rwkv::VARIANTS)
+        if (!error) error = cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes - 1024);
+    for (const rwkv::InputsVariant& v : rwkv::INPUTS)
         if (!error) error = cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes - 1024);
     return error;
 }
@@ -438,4 +477,39 @@ RWKV_EXPORT int rwkv_gemm_project(
         p.beside.first[i + 1] = p.beside.first[i] + ranks[i];
     }
     return launch(w_map, x_map, down_map, p, K, {bm, bn, split, stages, clusters, overlap}, stream);
+}
+
+// All that the attention's recurrence takes, in one launch, of mixed [6, N, C], N <= 16: rkv [3, N, C] of three weights [C, C] and
+// the low-rank pairs' u, rate, blend, gate [N, C], as rwkv_gemm_project and rwkv_low_rank_up say, with hidden [N, R] between.
+// arrived: a zero for each number of thread blocks, kept between launches. clusters: thread blocks of r, k, v; the pairs get the
+// rest of the multiprocessors. Ranks are multiples of 32, at most 512; C of 256, at most 4096; bn is 8 or 16.
+RWKV_EXPORT int rwkv_gemm_inputs(
+    const void* w_map, const void* x_map, const void* mixed, const void* down, const void* up, const void* w0, const void* a0,
+    const void* v0, void* rkv, void* hidden, void* u, void* rate, void* blend, void* gate, void* arrived, int N, int C, int rank_w,
+    int rank_a, int rank_v, int rank_g, int bm, int bn, int split, int stages, int clusters, int overlap, void* stream
+) {
+    using namespace rwkv;
+    const Ranks ranks{rank_w, rank_a, rank_v, rank_g};
+    for (const int rank : {rank_w, rank_a, rank_v, rank_g})
+        if (rank < 0 || rank > PAIR_SLICE || rank % PAIR_STEP) return cudaErrorInvalidValue;
+    if (N < 1 || N > bn || C % (PAIR_WARPS * PAIR_STEP) || C > PAIR_WARPS * PAIR_SLICE || split != 1) return cudaErrorInvalidValue;
+    Pairs pairs{};
+    pairs.rank = ranks.total(), pairs.blocks = device().processors - clusters;
+    if (clusters < 1 || pairs.blocks < 1 || ranks.total() == 0 || stages < 2 || stages > MAX_STAGES) return cudaErrorInvalidValue;
+    pairs.hidden = static_cast<const __half*>(hidden), pairs.arrived = static_cast<unsigned long long*>(arrived) + pairs.blocks;
+    pairs.down.num_tokens = pairs.up.num_tokens = N;
+    add_down(pairs.down, static_cast<const __half*>(mixed), static_cast<const __half*>(down), static_cast<__half*>(hidden), C, ranks,
+             PAIR_ROWS);
+    add_up(pairs.up, pairs.hidden, static_cast<const __half*>(up), {w0, a0, v0}, {u, rate, blend, gate}, C, ranks, PAIR_ROWS);
+    Shape p{static_cast<__half*>(rkv), N, C};
+    p.k_blocks = C / BK, p.m_tiles = (C + bm - 1) / bm, p.n_tiles = 1, p.batch = 3, p.split = 1, p.stages = stages;
+    p.first_block = pairs.blocks, p.blocks = std::min(clusters, p.weight_tiles());
+    for (const InputsVariant& v : INPUTS) {
+        if (v.bm != bm || v.bn != bn) continue;
+        const int shared = std::max(shared_bytes(bm, bn, 1, stages), PairSpace(C / PAIR_WARPS, pairs.rank, bn / 8).total);
+        const Launch how = {dim3(pairs.blocks + p.blocks), dim3(INPUTS_THREADS), cudaStream_t(stream), overlap, 1, shared};
+        const auto map = [](const void* at) { return *static_cast<const CUtensorMap*>(at); };
+        return start(v.kernel, how, map(w_map), map(x_map), p, pairs);
+    }
+    return cudaErrorInvalidValue;
 }

@@ -50,6 +50,15 @@ __device__ __forceinline__ void arrive_at(uint64_t* barrier, int rank) {
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_release() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Copy neighbouring bytes of weights, a multiple of 16, into shared memory; they count towards `barrier`.
+__device__ __forceinline__ void copy_row(void* to, const void* from, int bytes, uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared_address(to)
+        ),
+        "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(READ_ONCE)
+        : "memory");
+}
 // Some whole warps of a thread block meet.
 __device__ __forceinline__ void sync_threads(int barrier, int count) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(count) : "memory");

@@ -221,12 +221,7 @@ __global__ __launch_bounds__((WARPS + 1) * LANES, HALVES == 1 && STAGES * STAGE_
                 wait(empty + stage, parity ^ 1);
                 if (lane == 0) expect_bytes(full + stage, bytes * ROWS);
                 __syncwarp();
-                if (lane < ROWS)
-                    asm volatile(
-                        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-                            shared_address(ring + (stage * ROWS + lane) * PITCH)),
-                        "l"(from + k), "r"(bytes), "r"(shared_address(full + stage)), "l"(READ_ONCE)
-                        : "memory");
+                if (lane < ROWS) copy_row(ring + (stage * ROWS + lane) * PITCH, from + k, bytes, full + stage);
                 advance();
             }
         }
@@ -481,21 +476,6 @@ int tile_rows(int num_tokens, int small) {
 // How many blocks share the K of a low_rank_down tile.
 int down_splits(int num_tokens) { return num_tokens <= 512 ? 8 : num_tokens <= 1024 ? 4 : num_tokens <= 2048 ? 2 : 1; }
 
-struct Ranks {
-    int w, a, v, g;
-    int total() const { return w + a + v + g; }
-};
-
-void add_down(Products& all, const __half* mixed, const __half* down, __half* hidden, int width, Ranks ranks, int tile_rows) {
-    const int rank[4] = {ranks.w, ranks.a, ranks.v, ranks.g}, plane[4] = {3, 4, 2, 5};
-    const int activation[4] = {TANH, NONE, NONE, SIGMOID};
-    for (int i = 0, row = 0; i < 4; row += rank[i++])
-        if (rank[i])
-            all.add({mixed + int64_t(plane[i]) * all.num_tokens * width, down + int64_t(row) * width, nullptr, hidden + row, width,
-                     ranks.total(), rank[i], width, activation[i], false},
-                    tile_rows);
-}
-
 }  // namespace
 }  // namespace rwkv
 
@@ -551,21 +531,12 @@ RWKV_EXPORT int rwkv_project(const void* mixed, const void* weight, const void* 
 RWKV_EXPORT int rwkv_low_rank_up(const void* hidden, const void* up, const void* w0, const void* a0, const void* v0, void* u,
                                  void* rate, void* blend, void* gate, int num_tokens, int width, int rank_w, int rank_a, int rank_v,
                                  int rank_g, int tile, int blocks, int overlap, void* stream) {
-    const Ranks ranks{rank_w, rank_a, rank_v, rank_g};
-    const int rank[4] = {rank_w, rank_a, rank_v, rank_g}, activation[4] = {NONE, SIGMOID, SIGMOID, NONE};
     const int longest = max(max(rank_w, rank_a), max(rank_v, rank_g));
     const bool short_sums = num_tokens <= MAX_FEW && longest <= MAX_RANK_STEPS * STEP;
-    const int rows = tile ? GROUPED_ROWS : short_sums ? ROWS * WARPS : tile_rows(num_tokens, SMALL_UP);
-    const void* bias[4] = {w0, a0, v0, nullptr};
-    void* out[4] = {u, rate, blend, gate};
     Products all;
     all.num_tokens = num_tokens;
-    for (int i = 3, row = ranks.total(); i >= 0; i--) {  // the longest sums first
-        row -= rank[i];
-        if (rank[i])
-            all.add({static_cast<const __half*>(hidden) + row, static_cast<const __half*>(up) + int64_t(row) * width,
-                     static_cast<const float*>(bias[i]), out[i], ranks.total(), width, width, rank[i], activation[i], i == 0}, rows);
-    }
+    add_up(all, static_cast<const __half*>(hidden), static_cast<const __half*>(up), {w0, a0, v0}, {u, rate, blend, gate}, width,
+           {rank_w, rank_a, rank_v, rank_g}, tile ? GROUPED_ROWS : short_sums ? ROWS * WARPS : tile_rows(num_tokens, SMALL_UP));
     if (tile) return start_grouped(all, tile, 1, blocks, overlap, stream);
     if (short_sums)
         return start(num_tokens <= 8 ? few_ranks<1> : few_ranks<2>, {unsigned(all.tiles), WARPS * LANES, cudaStream_t(stream), overlap},

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rwkv_batch.kernel_linear import LowRank
 from rwkv_batch.launch import INT, POINTER, Launcher, check, pointer
 
 BK = 64  # k of a stage; sizes must be multiples of 64
@@ -16,6 +17,10 @@ TILES = {64: (8, 16, 32, 64, 128), 128: (8, 16, 32, 64, 128, 160, 256)}  # weigh
 MAX_STAGES = 16
 MAX_MARKED = 16  # rows of x of which `Gemm.gemm` leaves marks
 PLANES = 6  # of what `project` reads: r, k, v, w, a, g
+MAX_INPUTS, MAX_RANK, INPUTS_UNIT = 16, 512, 256  # of `inputs`: rows of x, ranks of a pair, what C is a multiple of
+MAX_INPUTS_WIDTH = 4096
+INPUTS_STAGES = (5, 7, 11)  # fewer leave the low-rank pairs, which wait more than they read, shorter queues before memory
+FEWEST_PAIR_BLOCKS = 16
 SHARED_MEMORY = 225 << 10  # bytes of a multiprocessor that one thread block may take, or several together
 NOT_SUPPORTED = 801  # cudaErrorNotSupported
 MAX_MAPS = 4096  # descriptions of x kept; beyond that they are made anew
@@ -80,6 +85,7 @@ class Gemm:
         self.overlap = overlap
         self._gemm = launcher.bind("rwkv_gemm", *(POINTER,) * 4, *(INT,) * 12)
         self._project = launcher.bind("rwkv_gemm_project", *(POINTER,) * 5, *(INT,) * 13)
+        self._inputs = launcher.bind("rwkv_gemm_inputs", *(POINTER,) * 15, *(INT,) * 12)
         self._encode = launcher.library.rwkv_gemm_map
         self._encode.argtypes = (POINTER, POINTER, INT, POINTER, POINTER, POINTER)
         self._maps: dict[tuple[int, ...], ctypes.Array] = {}
@@ -89,6 +95,7 @@ class Gemm:
             raise RuntimeError(f"rwkv_gemm_setup failed with CUDA error {error}")
         self.available = error == 0
         self.processors = torch.cuda.get_device_properties(launcher.device).multi_processor_count
+        self._arrived = torch.zeros(self.processors + 1, dtype=torch.int64, device=launcher.device)  # thread blocks of `inputs`
 
     def prepare(self, weight: Tensor, transposed: bool = False) -> Matrix:
         """Describe a weight [M, K], or [batch, M, K] for several products at once; `transposed`: [K, M] or [batch, K, M].
@@ -180,6 +187,53 @@ class Gemm:
                 for blocks in sorted({least, max(1, least - 1)} if N <= 64 else {least}):
                     stages = _stages(height, tile, split, matrix.K // BK // split, blocks)
                     plans.append(Plan(height, tile, split, stages, _even(tiles, blocks * self.processors)))
+        return list(dict.fromkeys(plans))
+
+    def inputs(
+        self,
+        mixed: Tensor,
+        matrix: Matrix,
+        pack: LowRank,
+        rkv: Tensor,
+        hidden: Tensor,
+        gates: tuple[Tensor | None, ...],
+        plan: Plan,
+    ) -> None:
+        """`project` and `Linear.low_rank_up` in one launch: rkv [3, N, C], hidden [N, R]; `gates` u, rate, blend, gate [N, C].
+
+        mixed [6, N, C], N <= 16. A token's result depends neither on the others nor on N; the order of sums is another one.
+        Thread blocks wait for each other, so such launches must come one after another, in one stream.
+        """
+        N, C = mixed.shape[1:]
+        check("mixed", mixed, self.launcher.device, torch.float16, (PLANES, N, matrix.K))
+        check("rkv", rkv, self.launcher.device, torch.float16, (3, N, matrix.M))
+        check("hidden", hidden, self.launcher.device, torch.float16, (N, pack.rank))
+        for name, out in zip(("u", "rate", "blend", "gate"), gates, strict=True):
+            if name != "blend" or pack.v0 is not None:
+                dtype = torch.float32 if name == "u" else torch.float16
+                check(name, out, self.launcher.device, dtype, (N, C))
+        if matrix.batch != 3 or matrix.transposed or not matrix.M == matrix.K == pack.width:
+            raise ValueError("matrix: three weights [C, C] are needed, and `pack` of the same C")
+        if plan not in self.inputs_plans(N, matrix, pack):
+            raise ValueError(f"plan: {plan} does not fit {N} rows of x and this matrix")
+        x_map = self._x_map(mixed, N, C, PLANES, plan.tile)
+        tensors = (mixed, pack.down, pack.up, pack.w0, pack.a0, pack.v0, rkv, hidden, *gates, self._arrived)
+        self.launcher.launch(
+            self._inputs, ctypes.addressof(matrix.maps[plan.height]), ctypes.addressof(x_map), *map(pointer, tensors), N, C,
+            *pack.ranks, *plan, self.overlap,
+        )  # fmt: skip
+
+    def inputs_plans(self, N: int, matrix: Matrix, pack: LowRank) -> list[Plan]:
+        """Return ways to cut up `inputs` for N rows, of which timing shall choose; none where it does not fit."""
+        C = matrix.K
+        if N > MAX_INPUTS or C % INPUTS_UNIT or C > MAX_INPUTS_WIDTH or max(pack.ranks) > MAX_RANK:
+            return []
+        tile, plans = 8 if N <= 8 else 16, []
+        for height in TILES:
+            tiles = math.ceil(C / height) * 3
+            if tiles + FEWEST_PAIR_BLOCKS <= self.processors:
+                most = _stages(height, tile, 1, C // BK, 1)
+                plans += [Plan(height, tile, 1, min(stages, most), tiles) for stages in INPUTS_STAGES]
         return list(dict.fromkeys(plans))
 
     def _x_map(self, x: Tensor, N: int, K: int, planes: int, tile: int) -> ctypes.Array:

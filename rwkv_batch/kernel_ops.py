@@ -34,11 +34,12 @@ PLANES = (0, 2, 3, 1, 4, 5)  # of `Layer.att_mix`, so that r, k and v stand toge
 OUTPUT_UNIT = 8  # logits of a row begin at multiples of 16 bytes
 OWN = "own"  # a way: `Gemm` with the plan that it chooses
 PROJECT = "project "  # before a plan of "rkv": the pairs' first halves are part of the product
+INPUTS = "inputs "  # the same: the pairs are part of the launch with both their halves
 BESIDE = " beside"  # in a way of "rkv": the low-rank pairs run at the same time, on another stream
 TIMED_BYTES = 256 * 2**20  # of weights that a timing reads, more than stay in the L2 cache
 PRODUCTS = ("rkv", "output", "ffn_key", "ffn_value", "head")
 IN_PLACE_ROWS = 64  # up to which ways that are nearly as fast alone are compared in whole steps: kernels overlap there
-NEARLY, RIVALS = 1.12, 5  # times the fastest, and how many at most
+NEARLY, RIVALS = 1.12, 6  # times the fastest, and how many at most
 FEW_ROWS, NEARLY_FEW = 16, 1.3  # up to which a way's own time says less than what it leaves room for beside it
 CLOSE, LAST_RIVALS = 1.015, 3  # the same of whole steps, for few rows: those ways are compared again
 
@@ -194,6 +195,10 @@ class KernelOps:
             self.linear.project(mixed, layer.rkv, pack, self._now.rkv, low)
             self._low_rank_up(low, pack)
             return
+        if way.startswith(INPUTS):
+            plan = _plan(way.removeprefix(INPUTS))
+            self.gemm.inputs(mixed, self._matrices[id(layer.rkv)], pack, self._now.rkv, low, self._gates(pack), plan)
+            return
         if way.startswith(PROJECT):
             down, plan = self._downs[id(pack)], _plan(way.removeprefix(PROJECT))
             self.gemm.project(mixed, self._matrices[id(layer.rkv)], down, self._now.rkv, low, plan)
@@ -215,8 +220,11 @@ class KernelOps:
             main.wait_stream(self._side)
 
     def _low_rank_up(self, low: Tensor, pack: LowRank) -> None:
+        self.linear.low_rank_up(low, pack, *self._gates(pack))
+
+    def _gates(self, pack: LowRank) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         b = self._now
-        self.linear.low_rank_up(low, pack, b.decay, b.rate, None if pack.v0 is None else b.blend, b.gate)
+        return b.decay, b.rate, None if pack.v0 is None else b.blend, b.gate
 
     def _product(self, name: str, x: Tensor, weight: Tensor, out: Tensor) -> None:
         """One of the products of a step: "output", "ffn_key" with the squared ReLU behind it, "ffn_value", "head"."""
@@ -326,8 +334,10 @@ class KernelOps:
         if name == "rkv":
             ways += [way + BESIDE for way in ways]
             if matrix is not None:
-                down = self._downs[id(self._prepared[id(layers[-1])].low_rank)]
+                pack = self._prepared[id(layers[-1])].low_rank
+                down = self._downs[id(pack)]
                 ways += [PROJECT + " ".join(map(str, plan)) for plan in self.gemm.project_plans(size, matrix, down)]
+                ways += [INPUTS + " ".join(map(str, plan)) for plan in self.gemm.inputs_plans(size, matrix, pack)]
         if name == "ffn_value":
             ways += ["sparse"] * (size <= MAX_SPARSE) + ["union"] * self.linear.union_fits(size, *self._value_shape)
         else:

@@ -1,4 +1,4 @@
-"""The kernels of cuda/linear.cu, grouped.cu and sparse.cu on a GPU against float64: sizes, other tokens, overlap, errors."""
+"""The kernels of cuda/linear.cu, grouped.cu, sparse.cu and low_rank.cuh on a GPU against float64: tokens, overlap, errors."""
 
 import functools
 
@@ -31,6 +31,16 @@ def linear(launcher):
     from rwkv_batch.kernel_linear import Linear
 
     return Linear(launcher)
+
+
+@pytest.fixture(scope="module")
+def gemm(launcher):
+    from rwkv_batch.kernel_gemm import Gemm
+
+    product = Gemm(launcher)
+    if not product.available:
+        pytest.skip("needs a Hopper GPU")
+    return product
 
 
 def random(*shape, scale=1.0, seed=0, dtype=torch.float16):
@@ -189,6 +199,63 @@ class TestLowRank:
         for plan in (Plan(48), Plan(512), Plan(64, 3), Plan(64, 9), Plan(256, 2), Plan(64, 1, 4)):
             with pytest.raises(KernelLaunchFailed):
                 run_down(linear, mixed, pack, plan=plan)
+
+    @pytest.mark.parametrize("n", FEW)
+    @pytest.mark.parametrize(
+        ("width", "ranks", "has_v"),
+        [
+            (256, (32, 32, 32, 64), False),
+            (768, (64, 64, 32, 128), True),
+            (2048, (96, 96, 64, 256), True),
+            (2560, (96, 96, 64, 512), False),
+            (4096, (128, 128, 96, 480), True),
+        ],
+    )
+    def test_beside_a_product(self, gemm, n, width, ranks, has_v):
+        """Both halves in one launch with r, k and v, in every way that is offered: right, and nothing depends on the others."""
+        pack, weight = random_pack(width, ranks, has_v=has_v), random(3, width, width, scale=width**-0.5)
+        mixed, matrix = random(6, 16, width, seed=3), gemm.prepare(weight)
+
+        def run(tokens, plan):
+            x, k = mixed[:, tokens].contiguous(), len(mixed[0, tokens])
+            rkv, hidden, u = empty(3, k, width), empty(k, pack.rank), empty(k, width, dtype=torch.float32)
+            rate, gate, blend = (empty(k, width) for _ in range(3))
+            gemm.inputs(x, matrix, pack, rkv, hidden, (u, rate, blend if has_v else None, gate), plan)
+            return rkv, hidden, [u, rate, gate] + [blend] * has_v
+
+        whole = None
+        for plan in gemm.inputs_plans(n, matrix, pack):
+            rkv, hidden, outputs = run(slice(16 - n, 16), plan)
+            assert_low_rank(mixed[:, 16 - n :], pack, hidden, outputs)
+            assert_close(rkv, *product64(mixed[:3, 16 - n :], weight.mT))
+            for _ in range(3):
+                again = run(slice(16 - n, 16), plan)
+                assert torch.equal(again[1], hidden)
+                assert all(torch.equal(a, b) for a, b in zip(again[2], outputs, strict=True))
+            whole = whole or run(slice(0, 16), gemm.inputs_plans(16, matrix, pack)[0])
+            assert torch.equal(hidden, whole[1][16 - n :])
+            assert all(torch.equal(a, b[16 - n :]) for a, b in zip(outputs, whole[2], strict=True))
+        assert whole
+
+    def test_beside_a_product_does_not_fit(self, gemm):
+        from rwkv_batch.kernel_gemm import Plan
+
+        def run(n, width, ranks, plan):
+            pack, matrix = random_pack(width, ranks), gemm.prepare(random(3, width, width))
+            rkv, hidden, u = empty(3, n, width), empty(n, pack.rank), empty(n, width, dtype=torch.float32)
+            gates = (u, *(empty(n, width) for _ in range(3)))
+            gemm.inputs(random(6, n, width), matrix, pack, rkv, hidden, gates, plan)
+
+        small = (32, 32, 32, 32)
+        for n, width, ranks, plan in (
+            (17, 256, small, Plan(64, 16, 1, 5, 12)),
+            (8, 320, small, Plan(64, 8, 1, 5, 15)),
+            (8, 256, (32, 32, 32, 544), Plan(64, 8, 1, 5, 12)),
+            (8, 256, small, Plan(64, 8, 2, 5, 12)),
+            (8, 4096, small, Plan(64, 8, 1, 5, 192)),
+        ):
+            with pytest.raises(ValueError, match="plan"):
+                run(n, width, ranks, plan)
 
     @pytest.mark.parametrize("layer", [0, 1])
     @pytest.mark.parametrize("name", ["tiny", "wide ranks"])
@@ -376,6 +443,7 @@ def test_relu_square(linear, shape):
 @pytest.mark.parametrize("n", [1, 4, 8, 16, 64, 320, 1024])
 def test_overlapping_launches_give_the_same(launcher, n):
     """A chain of dependent launches in a graph, that writes and rereads the same buffers, many times over."""
+    from rwkv_batch.kernel_gemm import Gemm
     from rwkv_batch.kernel_linear import MAX_GEMV, MAX_SPARSE, Linear
 
     width = 1024
@@ -384,10 +452,16 @@ def test_overlapping_launches_give_the_same(launcher, n):
     mixed = random(6, n, width)
     x, hidden, inner = mixed[0], empty(n, pack.rank), empty(n, 4 * width)
     u, rate, blend = empty(n, width, dtype=torch.float32), empty(n, width), empty(n, width)
-    marks = no_marks(4 * width)
+    marks, weight = no_marks(4 * width), random(3, width, width, scale=0.03, seed=6)
+    rkv, gate = empty(3, n, width), empty(n, width)
 
-    def chain(linear):
+    def chain(linear, gemm):
+        matrix = gemm.prepare(weight) if gemm.available else None
+        plans = gemm.inputs_plans(n, matrix, pack) if gemm.available else []
         for _ in range(4):
+            for plan in plans:
+                gemm.inputs(mixed, matrix, pack, rkv, hidden, (u, rate, blend, gate), plan)
+                linear.low_rank_up(hidden, pack, u, rate, blend, mixed[5])
             linear.low_rank_down(mixed, pack, hidden)
             linear.low_rank_up(hidden, pack, u, rate, blend, mixed[5])
             if n <= MAX_GEMV:
@@ -402,18 +476,18 @@ def test_overlapping_launches_give_the_same(launcher, n):
     def results(overlap):
         mixed.copy_(random(6, n, width))
         inner.copy_(random(n, 4 * width, scale=0.5, seed=9))
-        linear = Linear(launcher, overlap=overlap)
+        linear, gemm = Linear(launcher, overlap=overlap), Gemm(launcher, overlap=overlap)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
                 launcher.use_current_stream()
-                chain(linear)
+                chain(linear, gemm)
         finally:
             launcher.use_current_stream()
         graph.replay()
         torch.cuda.synchronize()
-        return [t.clone() for t in (mixed, hidden, inner, u, rate, blend)]
+        return [t.clone() for t in (mixed, hidden, inner, u, rate, blend, rkv, gate)]
 
     expected = results(overlap=False)
     for _ in range(5):
