@@ -20,7 +20,7 @@ PLANES = 6  # of what `project` reads: r, k, v, w, a, g
 MAX_INPUTS, MAX_RANK, INPUTS_UNIT = 16, 512, 256  # of `inputs`: rows of x, ranks of a pair, what C is a multiple of
 MAX_INPUTS_WIDTH = 4096
 INPUTS_STAGES = (5, 7, 11)  # fewer leave the low-rank pairs, which wait more than they read, shorter queues before memory
-FEWEST_PAIR_BLOCKS = 16
+PAIR_ROWS = 3 * 8  # first halves' rows that a thread block of the pairs holds at once
 SHARED_MEMORY = 225 << 10  # bytes of a multiprocessor that one thread block may take, or several together
 NOT_SUPPORTED = 801  # cudaErrorNotSupported
 MAX_MAPS = 4096  # descriptions of x kept; beyond that they are made anew
@@ -229,9 +229,10 @@ class Gemm:
         if N > MAX_INPUTS or C % INPUTS_UNIT or C > MAX_INPUTS_WIDTH or max(pack.ranks) > MAX_RANK:
             return []
         tile, plans = 8 if N <= 8 else 16, []
+        fewest = math.ceil(pack.rank / PAIR_ROWS)  # thread blocks of the pairs; with less they would be waited for
         for height in TILES:
             tiles = math.ceil(C / height) * 3
-            if tiles + FEWEST_PAIR_BLOCKS <= self.processors:
+            if tiles + fewest <= self.processors:
                 most = _stages(height, tile, 1, C // BK, 1)
                 plans += [Plan(height, tile, 1, min(stages, most), tiles) for stages in INPUTS_STAGES]
         return list(dict.fromkeys(plans))

@@ -235,7 +235,7 @@ class TestLowRank:
             whole = whole or run(slice(0, 16), gemm.inputs_plans(16, matrix, pack)[0])
             assert torch.equal(hidden, whole[1][16 - n :])
             assert all(torch.equal(a, b[16 - n :]) for a, b in zip(outputs, whole[2], strict=True))
-        assert whole or gemm.processors < 112  # of 4096 columns, r, k and v alone take 96
+        assert whole or gemm.processors < 132  # of an H200; smaller GPUs have no room for the widest beside r, k and v
 
     def test_beside_a_product_does_not_fit(self, gemm):
         from rwkv_batch.kernel_gemm import Plan
