@@ -6,8 +6,7 @@ from routes.openai_answers import Vocabulary
 from routes.openai_schemas import END_IDS, END_TEXT, Conversation, read
 from routes.reply import Call, Plain, json_reply
 from routes.schemas import Body, Ids
-from rwkv_batch.errors import InvalidRequest, Unavailable
-from rwkv_batch.tokenizer import Tokenizer
+from rwkv_batch.errors import InvalidRequest
 
 
 class TokenizeBody(Body, Conversation):
@@ -44,7 +43,7 @@ async def tokenize(call: Call) -> Plain:
         (ids,) = await call.site.encode([text], "prompt")
     answer = {"count": len(ids), "max_model_len": call.config.max_prompt_tokens, "tokens": ids, "token_strs": None}
     if body.return_token_strs:
-        vocabulary = Vocabulary(tokenizer_of(call).token_bytes)
+        vocabulary = Vocabulary((await call.site.loaded_tokenizer()).token_bytes)
         answer["token_strs"] = [vocabulary.name(token) for token in ids]
     return json_reply(answer)
 
@@ -54,13 +53,13 @@ async def detokenize(call: Call) -> Plain:
     ids = read(DetokenizeBody, call.body).tokens
     if len(ids) > call.config.max_prompt_tokens:
         raise InvalidRequest(f"tokens: at most {call.config.max_prompt_tokens}", param="tokens")
-    text = END_TEXT if ids == END_IDS else tokenizer_of(call).decode(ids)
+    text = END_TEXT if ids == END_IDS else (await call.site.loaded_tokenizer()).decode(ids)
     return json_reply({"prompt": text, "content": text})
 
 
 async def tokenizer_info(call: Call) -> Plain:
     """GET tokenizer_info: what evaluation tools ask first."""
-    tokenizer = tokenizer_of(call)
+    tokenizer = await call.site.loaded_tokenizer()
     return json_reply(
         {
             "tokenizer_class": f"RWKV {tokenizer.name}",
@@ -79,10 +78,3 @@ async def tokenizer_info(call: Call) -> Plain:
 async def apply_template(call: Call) -> Plain:
     """POST apply_template: the prompt that a conversation becomes."""
     return json_reply({"prompt": read(TemplateBody, call.body).templated()})
-
-
-def tokenizer_of(call: Call) -> Tokenizer:
-    """The loaded tokenizer. Raises Unavailable before there is one."""
-    if call.site.tokenizer is None:
-        raise Unavailable("the tokenizer is still loading", code="loading")
-    return call.site.tokenizer

@@ -62,6 +62,7 @@ PLAIN_SECONDS = 1.0  # a shorter answer has its true status; a longer one is a s
 BLANK_SECONDS = 0.25  # between the blanks of a long JSON answer: they hurt nobody and find out that a client left
 SLICE_SECONDS = 0.25  # longest time a pool thread waits for one answer
 SCAN_SECONDS = 0.02  # time between two looks for connections that were hung up
+TOKENIZER_SECONDS = 10.0  # for it to load, which takes about one
 ASK_SECONDS = 5.0  # for an answer of the engine about its requests
 QUIET_SECONDS = 0.1  # an answer that wrote more recently finds out by itself
 FILE_BYTES = 65536  # what a session's file may hold beside the state
@@ -179,7 +180,6 @@ class Site:
         self._num_closed = 0  # counted in the client's thread
         self._closed: deque[tuple[Call, str]] = deque()
         self._num_observed = 0
-        self._encode: Callable[[str | list[int]], list[int]] | None = None
         self.translations = Memory(config.translate_memory_mib * 2**20)
         self._hangups = Hangups()
         self._num_hangups = 0
@@ -230,28 +230,42 @@ class Site:
 
         def run() -> None:
             try:
-                self.tokenizer = loaded = tokenizer.for_vocab(info.vocab_size)
-                self._encode = loaded.ids
+                self.tokenizer = tokenizer.for_vocab(info.vocab_size)
             except Exception:
                 log.exception("the tokenizer cannot be loaded")
 
         threading.Thread(target=run, daemon=True).start()
 
     def check(self) -> None:
-        """Raise Unavailable or Overloaded when no further request can be taken."""
+        """Raise Unavailable or Overloaded when no further request can be answered at once."""
+        self._check_room()
+        if self.tokenizer is None:
+            raise Unavailable("the tokenizer is still loading", code="loading", retry_after=2.0)
+
+    def _check_room(self) -> None:
         if self.draining:
             raise Unavailable("the server is shutting down", code="draining", retry_after=5.0)
         self.client.check()
-        if self._encode is None:
-            raise Unavailable("the tokenizer is still loading", code="loading")
         if max(self.active, len(self.client.tickets)) >= self.config.max_streams:
             raise Overloaded("too many answers are in progress", code="too_many_streams")
 
+    async def loaded_tokenizer(self) -> tokenizer.Tokenizer:
+        """The tokenizer; whoever comes while it loads waits, since another process may have said that the server is ready.
+
+        Raises Unavailable.
+        """
+        deadline = time.monotonic() + TOKENIZER_SECONDS
+        while self.tokenizer is None:
+            self.client.check()
+            if time.monotonic() > deadline:
+                raise Unavailable("the tokenizer is still loading", code="loading", retry_after=2.0)
+            await asyncio.sleep(0.02)
+        return self.tokenizer
+
     async def encode(self, texts: list[str], field: str) -> list[list[int]]:
         """Tokens of each text, away from the event loop when they are long. Raises InvalidRequest, Unavailable, Overloaded."""
-        self.check()
-        assert self._encode is not None
-        work = (texts, field, self.config, self._encode)
+        self._check_room()
+        work = (texts, field, self.config, (await self.loaded_tokenizer()).ids)
         if sum(map(len, texts)) > OFF_LOOP_CHARACTERS:
             return await asyncio.to_thread(schemas.prompt_ids, *work)
         return schemas.prompt_ids(*work)
@@ -261,9 +275,8 @@ class Site:
         body.check_limits(call.config)
         texts = body.texts()
         body.check_count(texts, call.config)
-        self.check()
-        encode = self._encode
-        assert encode is not None
+        self._check_room()
+        encode = (await self.loaded_tokenizer()).ids
         if sum(map(len, texts)) > OFF_LOOP_CHARACTERS:
             request = await asyncio.to_thread(body.to_request, call.id, call.config, encode)
         else:

@@ -6,6 +6,7 @@
 runs the official clients against a live server; pytest runs what needs none.
 """
 
+import asyncio
 import itertools
 import json
 import sys
@@ -21,11 +22,13 @@ from routes.access import Secrets
 from routes.openai_answers import ChatAnswer, CompletionAnswer
 from routes.openai_responses import ResponseAnswer, ResponseBody
 from routes.openai_schemas import ChatBody, CompletionBody, read
+from routes.openai_tokens import detokenize
+from routes.reply import Site
 from routes.thoughts import Thought
 from rwkv_batch import prompts, tokenizer
 from rwkv_batch.channel import EngineInfo
 from rwkv_batch.config import Config, read_api_keys
-from rwkv_batch.errors import BatchTooLarge, InvalidRequest, Unauthorized, UsageError
+from rwkv_batch.errors import BatchTooLarge, InvalidRequest, Unauthorized, Unavailable, UsageError
 from rwkv_batch.request import Delta, Failure, Finish, Progress, PromptScore, Request, Sequence, TokenLogprob
 
 BYTES = tokenizer.for_vocab(256)
@@ -218,6 +221,57 @@ def test_responses_become_conversations():
     ):
         with pytest.raises(InvalidRequest):
             response(**fields)
+
+
+# --- before the tokenizer is there ---
+
+
+class LoadingClient(SimpleNamespace):
+    """Stands in for the channel of a process whose engine is in `phase`."""
+
+    def __init__(self, phase: str):
+        super().__init__(phase=phase, tickets={}, info=None)
+
+    def check(self) -> None:
+        if self.phase != "ready":
+            raise Unavailable("the model is still loading", code="loading")
+
+
+def test_requests_wait_for_the_tokenizer_of_a_ready_engine(tmp_path):
+    """Another process may have said that the server is ready; this one says that it is not, but serves."""
+
+    async def run() -> None:
+        client = LoadingClient("ready")
+        site = Site(CONFIG, client, SimpleNamespace(), tmp_path)
+        with pytest.raises(Unavailable, match="tokenizer is still loading"):
+            site.check()
+        waiting = asyncio.create_task(site.encode(["ab"], "prompt"))
+        asking = asyncio.create_task(detokenize(SimpleNamespace(body={"tokens": [97]}, config=CONFIG, site=site)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        assert not asking.done()
+        client.on_info(EngineInfo(model="m", fingerprint="f" * 32, vocab_size=256))
+        assert await waiting == [[97, 98]]
+        assert json.loads((await asking).body)["prompt"] == "a"
+        site.check()
+        client.phase = "loading"
+        with pytest.raises(Unavailable, match="model is still loading"):
+            await site.encode(["ab"], "prompt")
+
+    asyncio.run(run())
+
+
+def test_without_an_engine_nothing_waits(tmp_path):
+    site = Site(CONFIG, LoadingClient("lost"), SimpleNamespace(), tmp_path)
+    with pytest.raises(Unavailable, match="model is still loading"):
+        asyncio.run(site.loaded_tokenizer())
+
+
+def test_a_tokenizer_that_does_not_come_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("routes.reply.TOKENIZER_SECONDS", 0.0)
+    site = Site(CONFIG, LoadingClient("ready"), SimpleNamespace(), tmp_path)
+    with pytest.raises(Unavailable, match="tokenizer is still loading"):
+        asyncio.run(site.encode(["ab"], "prompt"))
 
 
 # --- answers ---
