@@ -480,7 +480,7 @@ class EngineServer:
             if now - heard > self.peer_seconds:
                 self._give_up(owner, "is silent")
         stats = self._stats()
-        self.on_beat(stats)
+        call_back(self.on_beat, stats)
         status = self._status(stats)
         for owner in list(self._peers):
             self._send(owner, status)

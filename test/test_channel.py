@@ -233,6 +233,21 @@ def test_callbacks_that_raise_do_not_end_the_client(address, engine):
         assert isinstance(answers.get(timeout=30), Failure)
 
 
+def test_a_beat_that_raises_does_not_end_the_server(engine, client):
+    beats = queue.SimpleQueue()
+
+    def fails(stats):
+        beats.put(stats)
+        raise ValueError
+
+    wait_until(lambda: client.ready)
+    engine.server.on_beat = fails
+    for _ in range(3):
+        beats.get(timeout=30)
+    assert len(drain(client.submit(request("a")))) == 5
+    engine.server.on_beat = lambda stats: None
+
+
 class Peer:
     """An HTTP process that does only what a test says."""
 
