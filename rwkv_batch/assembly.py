@@ -215,11 +215,11 @@ def build_engine(
         sorted({*sizes, *(prefills.sizes if prefills else ())}),
         lambda num_rows: model.forward(None, Rows.decoding(slots[:num_rows]), state),
     )
-    state.last_ids.zero_()
-    state.clear(range(num_slots))
     graphs.capture()
     if prefills:
         prefills.capture()
+    state.last_ids.zero_()
+    state.clear(range(num_slots))
     return Engine(model, sampler, state, graphs, prefills)
 
 

@@ -1,7 +1,8 @@
-"""Small prefill steps as CUDA graphs: their kernels take longer to launch one by one than to run.
+"""Prefill steps as CUDA graphs, where their kernels take longer to launch one by one than to run.
 
 A graph is captured for a number of tokens and a number of rows, and fed what fits: surplus tokens belong to no row, surplus
 rows have slot -1. What a step is fed - tokens, slots, where rows begin and end - is one array on the device at a fixed place.
+Which numbers of tokens are worth a graph, in which shorter steps are filled up, depends on the model, the card and the host.
 """
 
 import bisect
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernel_mix import CONTINUES, NO_SLOT, PackedRows
+from rwkv_batch.launch import fastest_replay
 from rwkv_batch.model import Model
 from rwkv_batch.reference import Rows
 from rwkv_batch.state import State
@@ -22,12 +24,16 @@ from sampling.rapid import RapidSampler
 log = logging.getLogger("rwkv_batch.engine")
 
 TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+LONG = (640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # captured as far as it pays
 ROWS = (1, 32)
 STAGES = 4  # inputs that may be on their way to the device
 
 
 class PrefillGraphs:
-    """Captured prefill steps of one model, sampler and state, the sampling of the rows that end in them included."""
+    """Captured prefill steps of one model, sampler and state, the sampling of the rows that end in them included.
+
+    sizes  numbers of tokens, ascending; `capture` adds those of LONG that pay
+    """
 
     def __init__(self, model: Model, sampler: RapidSampler, state: State, *, max_tokens: int):
         self.model = model
@@ -36,7 +42,8 @@ class PrefillGraphs:
         self.sizes = [size for size in TOKENS if size <= max_tokens]
         self.rows = [rows for rows in ROWS if rows <= state.num_slots]
         self.num_replays = 0
-        device, length = model.weights.device, _length(self.sizes[-1], self.rows[-1]) if self.sizes else 0
+        self._long = [size for size in LONG if size <= max_tokens]
+        device, length = model.weights.device, _length(max([0, *self.sizes, *self._long]), self.rows[-1])
         self._inputs = torch.zeros(length, dtype=torch.int64, device=device)
         self._staging = torch.zeros(STAGES, length, dtype=torch.int64, pin_memory=True)
         self._stage = 0
@@ -47,21 +54,47 @@ class PrefillGraphs:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture every size, the largest first, so that the smaller ones find their memory in the pool."""
+        """Capture every size, the largest first, so that the smaller ones find their memory in the pool; then the long ones.
+
+        Slot 0 is fed what means nothing.
+        """
         started = time.monotonic()
-        device = self._inputs.device
-        stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        for num_tokens, num_rows in [(n, r) for n in reversed(self.sizes) for r in reversed(self.rows)]:
-            self._inputs.copy_(torch.tensor(_inputs([], [], 0, num_tokens, num_rows, len(self._inputs))))
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                self._step(num_tokens, num_rows)  # every kernel runs once before it is captured
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                self._logits[num_tokens, num_rows] = self._step(num_tokens, num_rows)
-            self._graphs[num_tokens, num_rows] = graph
-        log.info("captured %d prefill graphs in %.1f s", len(self._graphs), time.monotonic() - started)
+        stream, pool = torch.cuda.Stream(self._inputs.device), torch.cuda.graph_pool_handle()
+        for size in reversed(self.sizes):
+            for num_rows in reversed(self.rows):
+                self._capture(size, num_rows, stream, pool)
+        for size in self._long:
+            if not all(self._pays(size, num_rows, stream, pool) for num_rows in self.rows):
+                for num_rows in self.rows:
+                    self._graphs.pop((size, num_rows), None)
+                    self._logits.pop((size, num_rows), None)
+                break
+            self.sizes.append(size)
+        seconds, largest = time.monotonic() - started, max(self.sizes, default=0)
+        log.info("captured %d prefill graphs, up to %d tokens, in %.1f s", len(self._graphs), largest, seconds)
+
+    def _pays(self, num_tokens: int, num_rows: int, stream: torch.cuda.Stream, pool: tuple[int, int]) -> bool:
+        """Capture the step; return whether fewer tokens, filled up, take no longer than launched kernel by kernel."""
+        launching = self._capture(num_tokens, num_rows, stream, pool)
+        return fastest_replay(self._graphs[num_tokens, num_rows], rounds=3) <= launching
+
+    def _capture(self, num_tokens: int, num_rows: int, stream: torch.cuda.Stream, pool: tuple[int, int]) -> float:
+        """Capture the step, fed one row of all its tokens; return the milliseconds that the host takes to launch it."""
+        row = _inputs([0], [[0] * num_tokens], 0, num_tokens, num_rows, len(self._inputs))
+        self._inputs.copy_(torch.tensor(row))
+        stream.wait_stream(torch.cuda.current_stream(self._inputs.device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # every kernel runs once before it is captured; the first time takes longer
+                stream.synchronize()
+                started = time.perf_counter()
+                self._step(num_tokens, num_rows)
+                launching = time.perf_counter() - started
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            self._logits[num_tokens, num_rows] = self._step(num_tokens, num_rows)
+        self._graphs[num_tokens, num_rows] = graph
+        return launching * 1e3
 
     def _step(self, num_tokens: int, num_rows: int) -> Tensor:
         tokens, slots, sampled, last, small = self._inputs[: _length(num_tokens, num_rows)].split(
