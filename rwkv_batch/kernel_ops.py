@@ -327,21 +327,6 @@ class KernelOps:
             y = b.hidden
         matrices = [self._head] if name == "head" else [getattr(layer, name) for layer in layers]
         self.matmul.tune([(x, matrix, y) for matrix in matrices], in_out=name == "ffn_value")
-        ways = ["cublas"]
-        if (matrix := self._matrices.get(id(matrices[0]))) is not None:
-            plans = [self.gemm.plan(size, matrix)] if name == "rkv" else self.gemm.plans(size, matrix)
-            ways += [" ".join(map(str, plan)) for plan in plans]
-        if name == "rkv":
-            ways += [way + BESIDE for way in ways]
-            if matrix is not None:
-                pack = self._prepared[id(layers[-1])].low_rank
-                down = self._downs[id(pack)]
-                ways += [PROJECT + " ".join(map(str, plan)) for plan in self.gemm.project_plans(size, matrix, down)]
-                ways += [INPUTS + " ".join(map(str, plan)) for plan in self.gemm.inputs_plans(size, matrix, pack)]
-        if name == "ffn_value":
-            ways += ["sparse"] * (size <= MAX_SPARSE) + ["union"] * self.linear.union_fits(size, *self._value_shape)
-        else:
-            ways += ["gemv"] * (size <= MAX_GEMV)
 
         def run(way: str) -> None:
             self._ways[name, size] = way
@@ -352,7 +337,30 @@ class KernelOps:
                 else:
                     self._product(name, x, matrix, y)
 
-        return {way: lambda way=way: run(way) for way in ways}
+        return {way: lambda way=way: run(way) for way in self.ways(name, size, layers[-1])}
+
+    def ways(self, name: str, num_tokens: int, layer: Layer) -> list[str]:
+        """Return the ways in which one of PRODUCTS, of so many tokens, can be done here; the layers are alike."""
+        ways, weight = ["cublas"], self._head if name == "head" else getattr(layer, name)
+        matrix, pack = self._matrices.get(id(weight)), self._prepared[id(layer)].low_rank
+        if matrix is not None:
+            ways += map(_way_of, [self.gemm.plan(num_tokens, matrix)] if name == "rkv" else self.gemm.plans(num_tokens, matrix))
+        if name == "rkv":
+            ways += [way + BESIDE for way in ways]
+        if name == "rkv" and matrix is not None:
+            ways += [PROJECT + _way_of(plan) for plan in self.gemm.project_plans(num_tokens, matrix, self._downs[id(pack)])]
+            ways += [INPUTS + _way_of(plan) for plan in self.gemm.inputs_plans(num_tokens, matrix, pack)]
+        if name == "ffn_value":
+            ways += ["sparse"] * (num_tokens <= MAX_SPARSE) + ["union"] * self.linear.union_fits(num_tokens, *self._value_shape)
+        else:
+            ways += ["gemv"] * (num_tokens <= MAX_GEMV)
+        return ways
+
+    def choose(self, name: str, num_tokens: int, way: str | None) -> None:
+        """Do a product of so many tokens in one of its ways from now on; None: as where nothing was tuned."""
+        self._ways.pop((name, num_tokens), None)
+        if way is not None:
+            self._ways[name, num_tokens] = way
 
     def _describe(self, layers: list[Layer]) -> dict[int, Matrix]:
         """Return how the copy engine reads each matrix that `Gemm` can take."""
@@ -381,6 +389,10 @@ class KernelOps:
 def _fastest(times: dict[str, float], nearly: float, most: int) -> list[str]:
     """Return the fastest way and those that took up to `nearly` times as long, at most so many, the fastest first."""
     return [way for way in sorted(times, key=times.get) if times[way] <= nearly * min(times.values())][:most]
+
+
+def _way_of(plan: Plan) -> str:
+    return " ".join(map(str, plan))
 
 
 @lru_cache

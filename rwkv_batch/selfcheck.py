@@ -25,10 +25,11 @@ log = logging.getLogger("rwkv_batch.engine")
 
 SAMPLER, FILL = "sampler", "state"
 OPS = ("embed", "add_norm_mix", "time_mix", "channel_mix", "logits")
+PRODUCTS = {"time_mix": ("rkv", "output"), "channel_mix": ("ffn_key", "ffn_value"), "logits": ("head",)}  # of these ops
 TOLERANCE = 1e-2  # relative RMS; fp16 rounding between kernels leaves about 1e-3
 WIDTH, FFN, VOCAB, RANKS = 256, 1024, 512, (32, 32, 16, 64)
 SLOTS = 100
-CASES = ([1], [1] * 7, [1] * 70, [40, 1, 7, 33])  # lengths of rows
+CASES = ([1], [1] * 7, [1] * 16, [1] * 70, [40, 1, 7, 33])  # lengths of rows
 RESTORED = {plane: i for i, plane in enumerate(PLANES)}
 ORDER = [RESTORED[i] for i in range(len(PLANES))]  # from the kernels' order of planes back to the reference's
 
@@ -86,23 +87,32 @@ def failing(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None
 
 @torch.inference_mode()
 def _agrees(name: str, launcher: Launcher, wkv_dtype: torch.dtype) -> bool:
-    """Run the forward pass with only this op on kernels beside one with none."""
+    """Run the forward pass with only this op on kernels, in every way that tuning may choose, beside one with none."""
     weights = random_weights(launcher.device)
     limits = {"max_tokens": 128, "max_rows": 128}
-    all_reference = PartlyReferenceOps(weights, launcher, frozenset(OPS), **limits)
+    expecting = PartlyReferenceOps(weights, launcher, frozenset(OPS), **limits)
     tested = PartlyReferenceOps(weights, launcher, frozenset(OPS) - {name}, **limits)
     for lengths in CASES:
-        results = []
-        for ops in (all_reference, tested):
+        expected = _run(expecting, weights, lengths, wkv_dtype)
+        for product, num_tokens, way in [("", 0, None), *_ways(tested, name, lengths, weights.layers[0])]:
+            tested.choose(product, num_tokens, way)
             try:
-                results.append(_run(ops, weights, lengths, wkv_dtype))
+                got = _run(tested, weights, lengths, wkv_dtype)
             except (RuntimeError, ValueError) as error:
-                log.error("op %s: %s", name, error)
+                log.error("op %s (%s by %s): %s", name, product, way, error)
                 return False
-        for one, other in zip(*results, strict=True):
-            if not float((one - other).norm()) <= TOLERANCE * float(one.norm()):  # NaN is a failure too
-                return False
+            for one, other in zip(expected, got, strict=True):
+                if not float((one - other).norm()) <= TOLERANCE * float(one.norm()):  # NaN is a failure too
+                    log.error("op %s (%s by %s): wrong for rows of %s", name, product, way, lengths)
+                    return False
+            tested.choose(product, num_tokens, None)
     return True
+
+
+def _ways(ops: KernelOps, name: str, lengths: list[int], layer: Layer) -> list[tuple[str, int, str]]:
+    """Return the op's products, their tokens in such a step, and how they can be done."""
+    sizes = [(product, len(lengths) if product == "head" else sum(lengths)) for product in PRODUCTS.get(name, ())]
+    return [(product, size, way) for product, size in sizes for way in ops.ways(product, size, layer)]
 
 
 @torch.inference_mode()

@@ -7,10 +7,12 @@ import torch
 from models import ROOT
 
 from bench.synth_checkpoint import synth
-from rwkv_batch import assembly, kernels, reference
+from rwkv_batch import assembly, kernels, reference, selfcheck
 from rwkv_batch import weights as weights_module
 from rwkv_batch.config import Config
 from rwkv_batch.engine import Engine
+from rwkv_batch.kernel_gemm import Gemm
+from rwkv_batch.launch import Launcher
 from rwkv_batch.model import Model
 from rwkv_batch.plan import Plan, Row
 from rwkv_batch.reference import Rows
@@ -220,7 +222,10 @@ def feed(engine: Engine, rows: dict[int, list[int]], starting: bool, silent: set
     return {token.sequence.slot: token.id for token in tokens}
 
 
-@pytest.mark.parametrize("lengths", [[1], [5], [16], [17], [300], [512], [1, 1], [16, 3, 1, 40], [16] * 32, [2] * 31, [480, 1]])
+@pytest.mark.parametrize(
+    "lengths",
+    [[1], [5], [16], [17], [300], [512], [1, 1], [16, 3, 1, 40], [16] * 32, [2] * 31, [480, 1], [640], [700], [500, 300]],
+)
 @torch.inference_mode()
 def test_captured_prefill_steps_equal_eager_ones(lengths):
     """Two pieces of every prompt, of which some rows are not sampled; nothing but their slots is written."""
@@ -251,3 +256,20 @@ def test_captured_prefill_steps_equal_eager_ones(lengths):
         assert (got - expected).norm() <= RELATIVE * expected.norm()
     differing = sum(ids[i][slot] != eager_ids[i][slot] for i in range(2) for slot in ids[i])
     assert differing <= max(1, len(slots) // 8)  # of random weights' near ties
+
+
+def test_the_start_check_tries_every_way(monkeypatch):
+    """Nothing is wrong on this card; a launch that is chosen by timing alone, and then wrong, is found."""
+    launcher = Launcher(kernels.library(), "cuda:0")
+    assert selfcheck.failing(launcher, torch.float16) == []
+    if not Gemm(launcher).available:
+        return
+    right = Gemm.inputs
+    for spoilt in range(3):
+
+        def wrong(self, *args, plane=spoilt):
+            right(self, *args)
+            args[3][plane, -1, -8:] = 1
+
+        monkeypatch.setattr(Gemm, "inputs", wrong)
+        assert selfcheck.failing(launcher, torch.float16) == ["time_mix"]
