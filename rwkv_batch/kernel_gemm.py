@@ -15,6 +15,7 @@ from rwkv_batch.launch import INT, POINTER, Launcher, check, pointer
 BK = 64  # k of a stage; sizes must be multiples of 64
 TILES = {64: (8, 16, 32, 64, 128), 128: (8, 16, 32, 64, 128, 160, 256)}  # weight rows of a tile: rows of x of a tile
 MAX_STAGES = 16
+LEAST_SPARE = 8  # multiprocessors that are worth being left free
 MAX_MARKED = 16  # rows of x of which `Gemm.gemm` leaves marks
 PLANES = 6  # of what `project` reads: r, k, v, w, a, g
 MAX_INPUTS, MAX_RANK, INPUTS_UNIT = 16, 512, 256  # of `inputs`: rows of x, ranks of a pair, what C is a multiple of
@@ -248,6 +249,21 @@ class Gemm:
     def plan(self, N: int, matrix: Matrix) -> Plan:
         """Return how `gemm` cuts up a product of N rows."""
         return choose_plan(N, matrix.M, matrix.K, matrix.batch, self.processors)
+
+    def sparing_plans(self, N: int, matrix: Matrix) -> list[Plan]:
+        """Return ways to cut up a product of N rows that leave multiprocessors for another kernel; few rows have `inputs`."""
+        if N <= MAX_INPUTS:
+            return []
+        plan = self.plan(N, matrix)
+        tiles = math.ceil(matrix.M / plan.height) * math.ceil(N / plan.tile) * matrix.batch
+        stages = _stages(plan.height, plan.tile, 1, matrix.K // BK, 1)
+        clusters = {_even(tiles, most) for most in (self.processors, self.processors * 3 // 4)}
+        plans = [Plan(plan.height, plan.tile, 1, stages, each) for each in sorted(clusters, reverse=True)]
+        return [plan for plan in plans if self.spare(plan) >= LEAST_SPARE]
+
+    def spare(self, plan: Plan) -> int:
+        """Return how many multiprocessors a product leaves free whose thread blocks take one each."""
+        return self.processors - plan.clusters * plan.split
 
     def plans(self, N: int, matrix: Matrix) -> list[Plan]:
         """Return that plan and, for few rows, others that timing may prefer."""

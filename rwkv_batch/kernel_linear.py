@@ -27,6 +27,8 @@ PLANES = 6  # of `mixed`: r, k, v, w, a, g
 GROUPED_DOWN = 128  # tokens from which low_rank_down is a grouped product (cuda/grouped.cu), on Hopper GPUs
 GROUPED_UP = 128  # the same of low_rank_up
 GROUPED_ROWS, GROUPED_K = 128, 64  # rows of weights of a tile, values of k that are loaded at a time
+SPLIT_US = 3.0  # that thread blocks which share a tile take to add their sums
+SPARE_PLANS = 2  # to be timed
 
 
 class Plan(NamedTuple):
@@ -40,6 +42,9 @@ class Plan(NamedTuple):
     tile: int = 0
     splits: int = 1
     blocks: int = 1
+
+
+SPARE_UP = Plan(64, 1, 3)  # of low_rank_up after `spare_plans`: small parts, which the other kernel's end leaves room for
 
 
 @dataclass(frozen=True)
@@ -258,6 +263,19 @@ def up_plan(N: int, C: int, ranks: tuple[int, ...], processors: int) -> Plan:
     """Return how low_rank_up is cut up: where there are enough large tiles, two thread blocks write and multiply in turn."""
     tiles = math.ceil(C / GROUPED_ROWS) * math.ceil(N / 128) * sum(rank > 0 for rank in ranks)
     return Plan(128, 1, 2) if tiles > 1.5 * processors else Plan(64, 1, 3)
+
+
+def spare_plans(N: int, C: int, ranks: tuple[int, ...], processors: int) -> list[Plan]:
+    """Return ways to cut up low_rank_down on multiprocessors that another kernel leaves free, the best by estimate first."""
+    rows, steps = sum(math.ceil(rank / GROUPED_ROWS) for rank in ranks), C // GROUPED_K
+
+    def taken(plan: Plan) -> float:
+        rounds = math.ceil(rows * math.ceil(N / plan.tile) * plan.splits / processors)
+        return rounds * (steps / plan.splits * _step(plan.tile) + SPLIT_US * (plan.splits > 1))
+
+    all_splits = [splits for splits in (1, 2, 4) if splits <= steps // 2]
+    best = [min((Plan(tile, splits) for tile in (64, 128, 160)), key=taken) for splits in all_splits]
+    return sorted(best, key=taken)[:SPARE_PLANS]
 
 
 def _step(tile: int) -> float:

@@ -10,6 +10,7 @@ captured. So a row's logits may differ in the last bits between batch sizes, nev
 import json
 import logging
 import os
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernel_gemm import Down, Gemm, Matrix, Plan
-from rwkv_batch.kernel_linear import MARKS, MAX_GEMV, MAX_SPARSE, Linear, LowRank
+from rwkv_batch.kernel_linear import MARKS, MAX_GEMV, MAX_SPARSE, SPARE_UP, Linear, LowRank, spare_plans
+from rwkv_batch.kernel_linear import Plan as LowRankPlan
 from rwkv_batch.kernel_mix import Mix, PackedRows, WkvInputs, WkvLayer
 from rwkv_batch.kernels import cache_folder
 from rwkv_batch.launch import Launcher
@@ -36,6 +38,7 @@ OWN = "own"  # a way: `Gemm` with the plan that it chooses
 PROJECT = "project "  # before a plan of "rkv": the pairs' first halves are part of the product
 INPUTS = "inputs "  # the same: the pairs are part of the launch with both their halves
 BESIDE = " beside"  # in a way of "rkv": the low-rank pairs run at the same time, on another stream
+SPARE = " spare "  # before their plan: the same, on multiprocessors that the product leaves free
 TIMED_BYTES = 256 * 2**20  # of weights that a timing reads, more than stay in the L2 cache
 PRODUCTS = ("rkv", "output", "ffn_key", "ffn_value", "head")
 IN_PLACE_ROWS = 64  # up to which ways that are nearly as fast alone are compared in whole steps: kernels overlap there
@@ -190,7 +193,8 @@ class KernelOps:
     def _attention_inputs(self, mixed: Tensor, layer: Layer, pack: LowRank, low: Tensor) -> None:
         """Project r, k and v, and everything that goes through a low-rank pair."""
         chosen = self._way("rkv", mixed.shape[1])
-        way, beside = chosen.removesuffix(BESIDE), chosen.endswith(BESIDE)
+        way, spare, down = chosen.removesuffix(BESIDE).partition(SPARE)
+        beside = way != chosen
         if way == "gemv":
             self.linear.project(mixed, layer.rkv, pack, self._now.rkv, low)
             self._low_rank_up(low, pack)
@@ -208,8 +212,8 @@ class KernelOps:
             main = torch.cuda.current_stream(self.launcher.device)
             self._side.wait_stream(main)
             self.launcher.stream = self._side.cuda_stream
-        self.linear.low_rank_down(mixed, pack, low)
-        self._low_rank_up(low, pack)
+        self.linear.low_rank_down(mixed, pack, low, plan=LowRankPlan(*map(int, down.split())) if spare else None)
+        self._low_rank_up(low, pack, SPARE_UP if spare else None)
         if beside:
             self.launcher.stream = main.cuda_stream
         if way == "cublas":
@@ -219,8 +223,8 @@ class KernelOps:
         if beside:
             main.wait_stream(self._side)
 
-    def _low_rank_up(self, low: Tensor, pack: LowRank) -> None:
-        self.linear.low_rank_up(low, pack, *self._gates(pack))
+    def _low_rank_up(self, low: Tensor, pack: LowRank, plan: LowRankPlan | None = None) -> None:
+        self.linear.low_rank_up(low, pack, *self._gates(pack), plan=plan)
 
     def _gates(self, pack: LowRank) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         b = self._now
@@ -275,11 +279,12 @@ class KernelOps:
         self._all.mixed.normal_(generator=generator)
         self._all.heads.normal_(generator=generator)
         for size in sizes:
-            names = PRODUCTS if size <= len(self._last) else PRODUCTS[:-1]
-            keys = {name: f"{name},{size},{shape.width},{shape.ffn_width},{self.launcher.digest}" for name in names}
+            keys: dict[str, str] = {}
             times: dict[str, dict[str, float]] = {}
-            for name, key in keys.items():
+            for name in PRODUCTS if size <= len(self._last) else PRODUCTS[:-1]:
                 runs = self._runs(name, size, weights)
+                offer = zlib.crc32(",".join(runs).encode())
+                key = keys[name] = f"{name},{size},{shape.width},{shape.ffn_width},{self.launcher.digest},{offer:08x}"
                 if key not in known:
                     times[name] = {way: self.launcher.time(run) for way, run in runs.items()}
                     known[key] = min(times[name], key=times[name].get)
@@ -349,6 +354,9 @@ class KernelOps:
             ways += [way + BESIDE for way in ways]
         if name == "rkv" and matrix is not None:
             ways += [PROJECT + _way_of(plan) for plan in self.gemm.project_plans(num_tokens, matrix, self._downs[id(pack)])]
+            for plan in self.gemm.sparing_plans(num_tokens, matrix):
+                downs = spare_plans(num_tokens, pack.width, pack.ranks, self.gemm.spare(plan))
+                ways += [_way_of(plan) + SPARE + _way_of(down) for down in downs]
             ways += [INPUTS + _way_of(plan) for plan in self.gemm.inputs_plans(num_tokens, matrix, pack)]
         if name == "ffn_value":
             ways += ["sparse"] * (num_tokens <= MAX_SPARSE) + ["union"] * self.linear.union_fits(num_tokens, *self._value_shape)
@@ -391,7 +399,7 @@ def _fastest(times: dict[str, float], nearly: float, most: int) -> list[str]:
     return [way for way in sorted(times, key=times.get) if times[way] <= nearly * min(times.values())][:most]
 
 
-def _way_of(plan: Plan) -> str:
+def _way_of(plan: Plan | LowRankPlan) -> str:
     return " ".join(map(str, plan))
 
 
