@@ -813,14 +813,14 @@ class StatePool:
                 sessions += map(_listed, self._database.page(namespace, without=ids, offset=start, limit=limit - len(sessions)))
             yield Page(sessions=sessions, **counts)
             return
-        found: list[tuple[float, int, Entry]] = []
+        found: list[Listed] = []
         last, in_memory = "", set(names)
         while piece := self._database.named_after(namespace, last, LIST_SESSIONS):  # names do not change: each comes once
-            found += [(s.updated, s.id, _listed(s)) for s in piece if s.name not in in_memory]
+            found += [session for session in piece if session.name not in in_memory]
             last = piece[-1].name
             yield None
-        found.sort(reverse=True)  # as `page` does
-        entries += [entry for _, _, entry in found]
+        found.sort(reverse=True)  # by time and id, as `page` does
+        entries += map(_listed, found)
         yield Page(sessions=entries[offset:][:limit], **counts)
 
     def _one(self, namespace: str, name: str, entries: list[Entry]) -> list[Entry]:
@@ -956,8 +956,8 @@ def _entry(held: Held, tier: Tier) -> Entry:
 
 
 def _listed(session: Listed) -> Entry:
-    updated, _, name, *figures = session
-    return Entry(name, "db", updated, *figures)
+    updated, _, name, version, tokens, num_bytes = session
+    return Entry(name, "db", updated, version, tokens, num_bytes)
 
 
 def _stored_entry(name: str, record: Record) -> Entry:

@@ -141,12 +141,12 @@ class SessionDatabase:
     def page(self, namespace: str, *, without: list[int], offset: int, limit: int) -> list[Listed]:
         """Return sessions, newest first, leaving out those with the ids `without`."""
         query = f"{_LIST} AND s.id NOT IN (SELECT value FROM json_each(?)) ORDER BY s.updated DESC, s.id DESC LIMIT ? OFFSET ?"
-        return [Listed(*row) for row in self._rows(query, (namespace, json.dumps(without), limit, offset))]
+        return list(map(Listed._make, self._rows(query, (namespace, json.dumps(without), limit, offset))))
 
     def named_after(self, namespace: str, name: str, limit: int) -> list[Listed]:
         """Return the sessions whose names follow `name`, in the order of their names."""
-        rows = self._rows(f"{_LIST} AND s.name > ? ORDER BY s.name LIMIT ?", (namespace, name, limit))
-        return [Listed(*row) for row in rows]
+        query = f"{_LIST} AND s.name > ? ORDER BY s.name LIMIT ?"
+        return list(map(Listed._make, self._rows(query, (namespace, name, limit))))
 
     def count(self, namespace: str) -> int:
         """Return the number of sessions."""
