@@ -3,8 +3,8 @@
 Buffers are made once for the largest step and reused by every layer and step, so that a CUDA graph may capture them: what an op
 returns is overwritten by the next layer, and logits by the next step. The residual stream is fp32, all between kernels fp16.
 
-A product can be done in several ways, which differ in the order of their sums; `tune` times them for every batch size that is
-captured. So a row's logits may differ in the last bits between batch sizes, never with its neighbours in one batch size.
+A product can be done in several ways, which differ in the order of their sums; `tune` times them for the sizes of decode graphs
+and short prefills. So a row's logits may differ in the last bits between sizes, never with its neighbours in one size.
 """
 
 import json
@@ -193,7 +193,7 @@ class KernelOps:
     def _attention_inputs(self, mixed: Tensor, layer: Layer, pack: LowRank, low: Tensor) -> None:
         """Project r, k and v, and everything that goes through a low-rank pair."""
         chosen = self._way("rkv", mixed.shape[1])
-        way, spare, down = chosen.removesuffix(BESIDE).partition(SPARE)
+        way, spare, pairs = chosen.removesuffix(BESIDE).partition(SPARE)
         beside = way != chosen
         if way == "gemv":
             self.linear.project(mixed, layer.rkv, pack, self._now.rkv, low)
@@ -212,7 +212,7 @@ class KernelOps:
             main = torch.cuda.current_stream(self.launcher.device)
             self._side.wait_stream(main)
             self.launcher.stream = self._side.cuda_stream
-        self.linear.low_rank_down(mixed, pack, low, plan=LowRankPlan(*map(int, down.split())) if spare else None)
+        self.linear.low_rank_down(mixed, pack, low, plan=LowRankPlan(*map(int, pairs.split())) if spare else None)
         self._low_rank_up(low, pack, SPARE_UP if spare else None)
         if beside:
             self.launcher.stream = main.cuda_stream
