@@ -44,7 +44,7 @@ class Plan(NamedTuple):
     blocks: int = 1
 
 
-SPARE_UP = Plan(64, 1, 3)  # of low_rank_up after `spare_plans`: small parts, which the other kernel's end leaves room for
+SMALL_UP = Plan(64, 1, 3)  # of low_rank_up: small parts, also for where a kernel beside it leaves little room before its end
 
 
 @dataclass(frozen=True)
@@ -256,13 +256,13 @@ def down_plan(N: int, C: int, ranks: tuple[int, ...], processors: int) -> Plan:
             if rows * math.ceil(N / tile) * splits <= at_once and splits <= steps // 2:
                 return Plan(tile, splits)
     whole = (Plan(128, 1, 2), Plan(160), Plan(256))
-    return min(whole, key=lambda plan: math.ceil(rows * math.ceil(N / plan.tile) / processors) * _step(plan.tile))
+    return min(whole, key=lambda plan: _rounds(plan, rows, N, processors) * _step(plan.tile))
 
 
 def up_plan(N: int, C: int, ranks: tuple[int, ...], processors: int) -> Plan:
     """Return how low_rank_up is cut up: where there are enough large tiles, two thread blocks write and multiply in turn."""
     tiles = math.ceil(C / GROUPED_ROWS) * math.ceil(N / 128) * sum(rank > 0 for rank in ranks)
-    return Plan(128, 1, 2) if tiles > 1.5 * processors else Plan(64, 1, 3)
+    return Plan(128, 1, 2) if tiles > 1.5 * processors else SMALL_UP
 
 
 def spare_plans(N: int, C: int, ranks: tuple[int, ...], processors: int) -> list[Plan]:
@@ -270,12 +270,16 @@ def spare_plans(N: int, C: int, ranks: tuple[int, ...], processors: int) -> list
     rows, steps = sum(math.ceil(rank / GROUPED_ROWS) for rank in ranks), C // GROUPED_K
 
     def taken(plan: Plan) -> float:
-        rounds = math.ceil(rows * math.ceil(N / plan.tile) * plan.splits / processors)
-        return rounds * (steps / plan.splits * _step(plan.tile) + SPLIT_US * (plan.splits > 1))
+        return _rounds(plan, rows, N, processors) * (steps / plan.splits * _step(plan.tile) + SPLIT_US * (plan.splits > 1))
 
     all_splits = [splits for splits in (1, 2, 4) if splits <= steps // 2]
     best = [min((Plan(tile, splits) for tile in (64, 128, 160)), key=taken) for splits in all_splits]
     return sorted(best, key=taken)[:SPARE_PLANS]
+
+
+def _rounds(plan: Plan, rows: int, N: int, processors: int) -> int:
+    """Return how often each multiprocessor gets a thread block, when `rows` tiles of weights meet N tokens."""
+    return math.ceil(rows * math.ceil(N / plan.tile) * plan.splits / processors)
 
 
 def _step(tile: int) -> float:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernel_gemm import Down, Gemm, Matrix, Plan
-from rwkv_batch.kernel_linear import MARKS, MAX_GEMV, MAX_SPARSE, SPARE_UP, Linear, LowRank, spare_plans
+from rwkv_batch.kernel_linear import MARKS, MAX_GEMV, MAX_SPARSE, SMALL_UP, Linear, LowRank, spare_plans
 from rwkv_batch.kernel_linear import Plan as LowRankPlan
 from rwkv_batch.kernel_mix import Mix, PackedRows, WkvInputs, WkvLayer
 from rwkv_batch.kernels import cache_folder
@@ -213,7 +213,7 @@ class KernelOps:
             self._side.wait_stream(main)
             self.launcher.stream = self._side.cuda_stream
         self.linear.low_rank_down(mixed, pack, low, plan=LowRankPlan(*map(int, pairs.split())) if spare else None)
-        self._low_rank_up(low, pack, SPARE_UP if spare else None)
+        self._low_rank_up(low, pack, SMALL_UP if spare else None)
         if beside:
             self.launcher.stream = main.cuda_stream
         if way == "cublas":

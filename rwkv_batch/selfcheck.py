@@ -29,6 +29,7 @@ PRODUCTS = {"time_mix": ("rkv", "output"), "channel_mix": ("ffn_key", "ffn_value
 TOLERANCE = 1e-2  # relative RMS; fp16 rounding between kernels leaves about 1e-3
 WIDTH, FFN, VOCAB, RANKS = 256, 1024, 512, (32, 32, 16, 64)
 SLOTS = 100
+EXTENT = 2  # of the check; raised when it sees more, so that cards checked before are checked again
 CASES = ([1], [1] * 7, [1] * 16, [1] * 70, [40, 1, 7, 33])  # lengths of rows
 RESTORED = {plane: i for i, plane in enumerate(PLANES)}
 ORDER = [RESTORED[i] for i in range(len(PLANES))]  # from the kernels' order of planes back to the reference's
@@ -69,7 +70,7 @@ class PartlyReferenceOps(KernelOps):
 
 def failing(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None) -> list[str]:
     """Return the names of ops, SAMPLER and FILL, whose kernels disagree with the reference here; remembered in `file`."""
-    key = f"{torch.cuda.get_device_name(launcher.device)}, torch {torch.__version__}, state {wkv_dtype}"
+    key = f"{torch.cuda.get_device_name(launcher.device)}, torch {torch.__version__}, state {wkv_dtype}, check {EXTENT}"
     known = json.loads(file.read_text()) if file is not None and file.exists() else {}
     if key not in known:
         known[key] = [name for name in OPS if not _agrees(name, launcher, wkv_dtype)]
@@ -87,7 +88,7 @@ def failing(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None
 
 @torch.inference_mode()
 def _agrees(name: str, launcher: Launcher, wkv_dtype: torch.dtype) -> bool:
-    """Run the forward pass with only this op on kernels, in every way that tuning may choose, beside one with none."""
+    """Run the forward pass with only this op on kernels, in every way that these sizes can be done, beside one with none."""
     weights = random_weights(launcher.device)
     limits = {"max_tokens": 128, "max_rows": 128}
     expecting = PartlyReferenceOps(weights, launcher, frozenset(OPS), **limits)

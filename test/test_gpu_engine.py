@@ -15,6 +15,7 @@ from rwkv_batch.kernel_gemm import Gemm
 from rwkv_batch.launch import Launcher
 from rwkv_batch.model import Model
 from rwkv_batch.plan import Plan, Row
+from rwkv_batch.prefill_graphs import TOKENS
 from rwkv_batch.reference import Rows
 from rwkv_batch.request import Request, Sequence
 from rwkv_batch.state import State
@@ -243,7 +244,9 @@ def test_captured_prefill_steps_equal_eager_ones(lengths):
         ids = [feed(engine, dict(zip(slots, piece, strict=True)), i == 0, silent) for i, piece in enumerate(pieces)]
         captured = engine.stats()["graph_prefill_steps_total"] - before
         engine.prefills = kept
-        assert captured == (2 if prefills else 0)
+        fits = engine.prefills.fits(sum(lengths), len(lengths))
+        assert fits or sum(lengths) > TOKENS[-1]  # beyond those, as far as this host is slower than this card
+        assert captured == (2 if prefills and fits else 0)
         free = [slot for slot in range(400) if slot not in slots]
         assert torch.isnan(engine.state.wkv[:, free]).all()
         assert torch.isnan(engine.state.shift[:, :, free]).all()
@@ -258,12 +261,14 @@ def test_captured_prefill_steps_equal_eager_ones(lengths):
     assert differing <= max(1, len(slots) // 8)  # of random weights' near ties
 
 
-def test_the_start_check_tries_every_way(monkeypatch):
-    """Nothing is wrong on this card; a launch that is chosen by timing alone, and then wrong, is found."""
+def test_the_start_check_finds_nothing_here():
+    assert selfcheck.failing(Launcher(kernels.library(), "cuda:0"), torch.float16) == []
+
+
+def test_the_start_check_tries_what_only_timing_chooses(monkeypatch):
     launcher = Launcher(kernels.library(), "cuda:0")
-    assert selfcheck.failing(launcher, torch.float16) == []
     if not Gemm(launcher).available:
-        return
+        pytest.skip("the launch that is spoilt runs on Hopper GPUs only")
     right = Gemm.inputs
     for spoilt in range(3):
 
