@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rwkv_batch.model import Model
 from rwkv_batch.reference import Rows
+from rwkv_batch.staging import Staging
 from rwkv_batch.state import State
 from sampling.base import Sampled
 from sampling.rapid import RapidSampler
@@ -22,7 +23,6 @@ log = logging.getLogger("rwkv_batch.engine")
 SMALL = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 LARGE = (640, 768, 960, 1024)
 STEP = 256  # between larger ones
-STAGES = 4  # slot lists that may be on their way to the device
 
 
 def buckets_for(num_slots: int) -> list[int]:
@@ -47,8 +47,7 @@ class DecodeGraphs:
         self._slots = torch.full((largest,), -1, dtype=torch.int64, device=device)
         self._ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self._finite = torch.zeros(largest, dtype=torch.bool, device=device)
-        self._staging = torch.empty(STAGES, largest, dtype=torch.int64, pin_memory=True)
-        self._stage = 0
+        self._staging = Staging(largest, device)
         self._current: list[int] = []  # what `_slots` holds
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._logits: dict[int, Tensor] = {}
@@ -77,24 +76,16 @@ class DecodeGraphs:
         return logits
 
     def replay(self, slots: list[int]) -> tuple[Sampled, Tensor]:
-        """Run one decode step of distinct `slots`; returns at once.
+        """Run one decode step of distinct `slots`; does not wait for it.
 
         Returns what is sampled and the logits [B, U], both on the device and overwritten by the next replay.
         """
         num_rows = len(slots)
         size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
         if slots != self._current:
-            self._send(slots)
+            self._staging.send(slots + [-1] * (size - num_rows), self._slots)  # a graph reads no further
+            self._current = list(slots)
         self._graphs[size].replay()
         self.state.advance(slots, [1] * num_rows)
         self.num_replays += 1
         return Sampled(self._ids[:num_rows], self._finite[:num_rows]), self._logits[size][:num_rows]
-
-    def _send(self, slots: list[int]) -> None:
-        """Put a slot list on the device. The pinned buffers take turns: a copy may be on its way while the next is written."""
-        stage = self._staging[self._stage]
-        self._stage = (self._stage + 1) % STAGES
-        stage.fill_(-1)
-        stage[: len(slots)] = torch.tensor(slots)
-        self._slots.copy_(stage, non_blocking=True)
-        self._current = list(slots)

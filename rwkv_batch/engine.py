@@ -71,7 +71,7 @@ class Engine:
         self.num_eager_decodes = 0
         self._thread = 0
         self._decode_rows = Rows([], [])  # of the last step if that was all decode: most steps repeat their slots
-        self._readback = _Readback(state.num_slots) if self.device.type == "cuda" else None
+        self._readback = _Readback(state.num_slots, self.device) if self.device.type == "cuda" else None
 
     @torch.inference_mode()
     def submit(self, plan: Plan) -> Step:
@@ -103,7 +103,7 @@ class Engine:
             scoring.take(logits[len(sampling) :], self.sampler.ids)
             logits = logits[: len(sampling)]
         if not sampling:
-            return Step([], None, scoring=scoring)
+            return self._unsampled(scoring)
         slots = packed.slots if all_sample else [packed.slots[i] for i in sampling]
         slot_tensor = packed.slot_tensor if all_sample else packed.slot_tensor[sampling]
         sampled = self.sampler.sample(logits, slot_tensor, slots)
@@ -113,11 +113,11 @@ class Engine:
         return step
 
     def collect(self, step: Step) -> list[Token]:
-        """Wait for a step's ids."""
-        if step.sampled is None:
-            return []
+        """Wait for a step and return its ids; also for one without, or the host would run far ahead of the device."""
         if step.arrived is not None:
             step.arrived.synchronize()
+        if step.sampled is None:
+            return []
         ids, finite = step.sampled.ids.tolist(), step.sampled.finite
         if step.sampled.logprobs is not None:
             rows = zip(step.sequences, ids, finite.tolist(), logprobs.of_sampled(step.sampled, step.sequences), strict=True)
@@ -164,7 +164,7 @@ class Engine:
         sampling = [row for row in rows if row.sample]
         slots = [row.sequence.slot for row in rows]
         sampled, logits = self.prefills.replay(slots, [row.ids for row in rows], len(sampling))
-        return self._replayed(sampling, sampled, logits) if sampling else Step([], None)
+        return self._replayed(sampling, sampled, logits) if sampling else self._unsampled()
 
     def _replayed(self, rows: list[Row], sampled: Sampled, logits: torch.Tensor) -> Step:
         slots = [row.sequence.slot for row in rows]
@@ -179,6 +179,14 @@ class Engine:
         if self._readback is None:
             return Step(sequences, sampled)
         return Step(sequences, *self._readback.start(sampled))
+
+    def _unsampled(self, scoring: Scoring | None = None) -> Step:
+        """A step of which no ids come."""
+        if self._readback is None:
+            return Step([], None, scoring=scoring)
+        done = torch.cuda.Event()
+        done.record()
+        return Step([], None, done, scoring)
 
     def _start(self, sequences: list[Sequence]) -> None:
         """Give slots to new sequences: their initial states, their controls."""
@@ -215,11 +223,15 @@ class Engine:
 
 
 class _Readback:
-    """Pinned places for what steps sampled: copies run while the host goes on, and never wait for a step after theirs."""
+    """Pinned places for what steps sampled: copies run while the host goes on, and never wait for a step after theirs.
 
-    def __init__(self, num_rows: int):
-        ids = torch.empty(READBACKS, num_rows, dtype=torch.int64, pin_memory=True)
-        finite = torch.empty(READBACKS, num_rows, dtype=torch.bool, pin_memory=True)
+    A step's ids are to be read before READBACKS more steps are submitted.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device):
+        pinned = device.type == "cuda"
+        ids = torch.empty(READBACKS, num_rows, dtype=torch.int64, pin_memory=pinned)
+        finite = torch.empty(READBACKS, num_rows, dtype=torch.bool, pin_memory=pinned)
         self._places = list(zip(ids, finite, strict=True))
         self._next = 0
 

@@ -17,6 +17,7 @@ from rwkv_batch.kernel_mix import CONTINUES, NO_SLOT, PackedRows
 from rwkv_batch.launch import fastest_replay
 from rwkv_batch.model import Model
 from rwkv_batch.reference import Rows
+from rwkv_batch.staging import Staging
 from rwkv_batch.state import State
 from sampling.base import Sampled
 from sampling.rapid import RapidSampler
@@ -26,7 +27,6 @@ log = logging.getLogger("rwkv_batch.engine")
 TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 LONG = (640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # captured as far as it pays
 ROWS = (1, 32)
-STAGES = 4  # inputs that may be on their way to the device
 
 
 class PrefillGraphs:
@@ -45,8 +45,7 @@ class PrefillGraphs:
         self._long = [size for size in LONG if size <= max_tokens]
         device, length = model.weights.device, _length(max([0, *self.sizes, *self._long]), self.rows[-1])
         self._inputs = torch.zeros(length, dtype=torch.int64, device=device)
-        self._staging = torch.zeros(STAGES, length, dtype=torch.int64, pin_memory=True)
-        self._stage = 0
+        self._staging = Staging(length, device)
         self._ids = torch.zeros(self.rows[-1], dtype=torch.int64, device=device)
         self._finite = torch.zeros(self.rows[-1], dtype=torch.bool, device=device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -111,7 +110,7 @@ class PrefillGraphs:
         return bool(self.sizes) and num_tokens <= self.sizes[-1] and num_rows <= self.rows[-1]
 
     def replay(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], num_sampled: int) -> tuple[Sampled, Tensor]:
-        """Feed each slot its part of a prompt and sample the first `num_sampled` of them; returns at once.
+        """Feed each slot its part of a prompt and sample the first `num_sampled` of them; does not wait for the step.
 
         Returns what is sampled and the logits of these rows, both on the device and overwritten by the next replay.
         """
@@ -119,10 +118,7 @@ class PrefillGraphs:
         num_tokens = self.sizes[bisect.bisect_left(self.sizes, sum(lengths))]
         num_rows = self.rows[bisect.bisect_left(self.rows, len(slots))]
         length = _length(num_tokens, num_rows)
-        stage = self._staging[self._stage]
-        self._stage = (self._stage + 1) % STAGES
-        stage[:length] = torch.tensor(_inputs(slots, prompts, num_sampled, num_tokens, num_rows, length))
-        self._inputs[:length].copy_(stage[:length], non_blocking=True)
+        self._staging.send(_inputs(slots, prompts, num_sampled, num_tokens, num_rows, length), self._inputs)
         self._graphs[num_tokens, num_rows].replay()
         self.state.advance(slots, lengths)
         self.num_replays += 1

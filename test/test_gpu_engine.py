@@ -10,7 +10,7 @@ from bench.synth_checkpoint import synth
 from rwkv_batch import assembly, kernels, reference, selfcheck
 from rwkv_batch import weights as weights_module
 from rwkv_batch.config import Config
-from rwkv_batch.engine import Engine
+from rwkv_batch.engine import Engine, Step
 from rwkv_batch.kernel_gemm import Gemm
 from rwkv_batch.launch import Launcher
 from rwkv_batch.model import Model
@@ -259,6 +259,57 @@ def test_captured_prefill_steps_equal_eager_ones(lengths):
         assert (got - expected).norm() <= RELATIVE * expected.norm()
     differing = sum(ids[i][slot] != eager_ids[i][slot] for i in range(2) for slot in ids[i])
     assert differing <= max(1, len(slots) // 8)  # of random weights' near ties
+
+
+DELAY = 300_000_000  # clock ticks, 0.15 s: what the device is busy with while the host goes on
+
+
+def silent_step(engine: Engine, slot: int) -> Step:
+    """Feed a slot some tokens of its own; nothing is sampled."""
+    ids = [(slot * 131 + i * 17) % 4095 + 1 for i in range(40)]
+    sequence = Sequence(Request(id=f"r{slot}", prompts=[ids], sampling=GREEDY, max_tokens=0), 0)
+    sequence.slot = slot
+    return engine.submit(Plan([Row(sequence, ids, sample=False)]))
+
+
+def decode_step(engine: Engine, slot: int) -> None:
+    engine.graphs.replay([slot])
+
+
+@pytest.mark.parametrize("step", [silent_step, decode_step])
+@torch.inference_mode()
+def test_a_host_far_ahead_of_the_device_writes_over_nothing(step):
+    """Many captured steps with inputs of their own, submitted while the device is busy, and one after another."""
+    engine = engine_of("768", 400, [320])
+    slots = range(3, 27)
+    index = torch.tensor([*slots], device="cuda")
+    states = []
+    for ahead in (True, False):
+        engine.state.clear(slots)
+        engine.state.last_ids[index] = 7 * index + 1
+        torch.cuda.synchronize()
+        if ahead:
+            torch.cuda._sleep(DELAY)
+        for slot in slots:
+            step(engine, slot)
+            if not ahead:
+                torch.cuda.synchronize()
+        states.append((engine.state.wkv[:, index].clone(), engine.state.shift[:, :, index].clone()))
+    for got, expected in zip(*states, strict=True):
+        assert torch.equal(got, expected)
+
+
+@torch.inference_mode()
+def test_a_step_that_samples_nothing_is_waited_for():
+    """Otherwise nothing bounds how many steps a newcomer or a cancel waits behind."""
+    engine = engine_of("768", 400, [320])
+    busy = torch.cuda.Event()
+    torch.cuda._sleep(DELAY)
+    busy.record()
+    step = silent_step(engine, 3)
+    assert not busy.query(), "the host waited already when it submitted the step"
+    engine.collect(step)
+    assert busy.query()
 
 
 def test_the_start_check_finds_nothing_here():

@@ -1,0 +1,42 @@
+"""Arrays on their way from the host to a fixed place on the device, where a captured graph reads them.
+
+The host runs ahead of the device, and a copy out of pinned memory begins only when the device comes to it: until then nobody
+may write there. Every memory that steps use again, and what guards it:
+
+    inputs of captured steps        `Staging`: an event behind each buffer's copy, waited for before the buffer is written again
+    fixed places on the device      the order of one stream: a copy to them waits for the step before, a copy from them goes
+                                    before the next step
+    ids on their way to the host    `Engine.collect`: they are read before the step after the next is submitted, and there are
+                                    READBACKS places
+    log-probabilities to the host   fresh pinned memory from torch, which is not given out again while a copy uses it
+    controls, uncaptured inputs     pageable memory: CUDA has read it when the copy is submitted
+    slots to fill                   by value with the launch
+    snapshots from the host         never changed; torch keeps pinned memory that was let go until its copies are done
+    snapshots on the device         never changed; `Copies.wait` tells the allocator of the stream that reads them
+    snapshots to the host           `Copies.to_host` waits for the copy
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BUFFERS = 4  # arrays that may be on their way
+
+
+class Staging:
+    """Pinned buffers of `length` int64 that take turns."""
+
+    def __init__(self, length: int, device: torch.device):
+        self._buffers = torch.zeros(BUFFERS, length, dtype=torch.int64, pin_memory=device.type == "cuda").unbind()
+        self._copied = [torch.cuda.Event() for _ in self._buffers]
+        self._next = 0
+
+    def send(self, values: Sequence[int], target: Tensor) -> None:
+        """Begin to copy `values` to the first places of `target`; waits only while all buffers are on their way."""
+        buffer, copied, length = self._buffers[self._next], self._copied[self._next], len(values)
+        self._next = (self._next + 1) % BUFFERS
+        copied.synchronize()  # at once where it was never recorded
+        buffer[:length] = torch.tensor(values)
+        target[:length].copy_(buffer[:length], non_blocking=True)
+        copied.record()

@@ -1,0 +1,157 @@
+"""Steps are fed what they should be however far behind the device is: here it does nothing before somebody waits for it."""
+
+import pytest
+import torch
+from models import TINY, random_weights
+from test_worker import GREEDY, Memory, tokenizer_for
+
+from rwkv_batch.decode_graphs import DecodeGraphs
+from rwkv_batch.engine import Engine, _Readback
+from rwkv_batch.model import Model
+from rwkv_batch.prefill_graphs import PrefillGraphs
+from rwkv_batch.request import Request
+from rwkv_batch.scheduler import Scheduler
+from rwkv_batch.sessions import Session
+from rwkv_batch.staging import BUFFERS, Staging
+from rwkv_batch.state import State
+from rwkv_batch.worker import Worker
+from sampling.reference import ReferenceSampler
+
+CPU = torch.device("cpu")
+
+
+class Stream:
+    """The laziest device there may be. `fed`: what each step has read of its inputs."""
+
+    def __init__(self):
+        self.queue = []
+        self.num_done = 0
+        self.fed = []
+
+    def run(self, end):
+        while self.num_done < end:
+            self.queue[self.num_done]()
+            self.num_done += 1
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    stream = Stream()
+
+    class Event:
+        end = 0
+
+        def record(self):
+            self.end = len(stream.queue)
+
+        def synchronize(self):
+            stream.run(self.end)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return stream
+
+
+class DeviceArray:
+    """An array on the device: a copy out of pinned memory reads it when the stream comes to it."""
+
+    def __init__(self, stream, values):
+        self.stream = stream
+        self.values = values
+
+    def __getitem__(self, where):
+        return DeviceArray(self.stream, self.values[where])
+
+    def copy_(self, source, non_blocking):
+        assert non_blocking
+        self.stream.queue.append(lambda: self.values.copy_(source))
+
+
+class Graph:
+    """Reads the first places of its inputs."""
+
+    def __init__(self, inputs, count):
+        self.inputs = inputs
+        self.count = count
+
+    def replay(self):
+        stream = self.inputs.stream
+        stream.queue.append(lambda: stream.fed.append(self.inputs.values[: self.count].tolist()))
+
+
+def test_a_buffer_is_not_written_before_its_copy_is_done(stream):
+    staging, target, arrived = Staging(8, CPU), DeviceArray(stream, torch.zeros(8, dtype=torch.int64)), []
+    sent = [[i] * (1 + i % 8) for i in range(5 * BUFFERS)]
+    for values in sent:
+        staging.send(values, target)
+        stream.queue.append(lambda count=len(values): arrived.append(target.values[:count].tolist()))
+    stream.run(len(stream.queue))
+    assert arrived == sent
+
+
+def engine_of(stream, budget):
+    """Return an engine whose prefill steps are captured; what they sample does not matter."""
+    weights = random_weights(TINY, 256)
+    model, sampler, state = Model(weights), ReferenceSampler(64, weights.output_ids), State(weights.shape, 64)
+    prefills = PrefillGraphs(model, sampler, state, max_tokens=min(budget, 512))
+    prefills._inputs = DeviceArray(stream, prefills._inputs)
+    for size in prefills.sizes:
+        for num_rows in prefills.rows:
+            prefills._graphs[size, num_rows] = Graph(prefills._inputs, size)
+            prefills._logits[size, num_rows] = torch.zeros(num_rows, len(weights.output_ids))
+    engine = Engine(model, sampler, state, None, prefills)
+    engine._readback = _Readback(64, CPU)
+    return engine
+
+
+def feed(stream, prompts, budget, max_tokens=1):
+    """Run one turn of a session for each prompt; return what steps should be fed, and how many the host was ahead at most."""
+    engine, expected, ahead = engine_of(stream, budget), [], 0
+    replay = engine.prefills.replay
+
+    def noted(slots, pieces, num_sampled):
+        expected.append([token for piece in pieces for token in piece])
+        return replay(slots, pieces, num_sampled)
+
+    engine.prefills.replay = noted
+    scheduler = Scheduler(num_slots=64, prefill_budget=budget, mixed=False, busy_budget=512)
+    worker = Worker(engine, scheduler, tokenizer_for(256), lambda batch: None, sessions=Memory())
+    waiting = list(enumerate(prompts))
+    while waiting or worker._ongoing or worker._step:
+        if waiting:
+            number, prompt = waiting.pop(0)
+            request = Request(
+                id=f"{number}", prompts=[prompt], sampling=GREEDY, max_tokens=max_tokens, session=Session(name=f"{number}")
+            )
+            worker.submit(request, b"test")
+        worker.turn()
+        ahead = max(ahead, len(expected) - len(stream.fed))
+    stream.run(len(stream.queue))
+    return expected, ahead
+
+
+@pytest.mark.parametrize(
+    ("budget", "lengths", "max_tokens"),
+    [(512, [4500], 1), (64, [1000], 0), (4096, [200 + 37 * i for i in range(8)] * 3, 0)],
+)
+def test_prompts_reach_the_device_whole(stream, budget, lengths, max_tokens):
+    """A long prompt alone, and turns of sessions that are only fed: no step samples anything, so nobody reads ids."""
+    prompts = [[(i * 7919 + i // 255 + number) % 255 + 1 for i in range(length)] for number, length in enumerate(lengths)]
+    expected, ahead = feed(stream, prompts, budget, max_tokens)
+    assert len(expected) > 2 * BUFFERS
+    assert [fed[: len(tokens)] for fed, tokens in zip(stream.fed, expected, strict=True)] == expected
+    assert ahead <= 2, "who comes now waits behind that many steps"
+
+
+def test_decode_steps_get_their_slots(stream):
+    weights = random_weights(TINY, 256)
+    graphs = DecodeGraphs(Model(weights), ReferenceSampler(8, weights.output_ids), State(weights.shape, 8), [4, 8])
+    graphs._slots = DeviceArray(stream, graphs._slots)
+    for size in graphs.sizes:
+        graphs._graphs[size] = Graph(graphs._slots, size)
+        graphs._logits[size] = torch.zeros(size, len(weights.output_ids))
+    steps = [[(i + j) % 8 for j in range(1 + i * 3 % 8)] for i in range(4 * BUFFERS)]
+    for slots in steps:
+        graphs.replay(slots)
+    stream.run(len(stream.queue))
+    sizes = [4 if len(slots) <= 4 else 8 for slots in steps]
+    assert stream.fed == [slots + [-1] * (size - len(slots)) for slots, size in zip(steps, sizes, strict=True)]
