@@ -59,7 +59,7 @@ from rwkv_batch.sessions import (
     Tier,
 )
 from rwkv_batch.state import Snapshot
-from rwkv_batch.state_file import PIECE_BYTES, StateFile, Stored
+from rwkv_batch.state_file import MAX_FOREIGN_TOKENS, PIECE_BYTES, StateFile, Stored
 
 log = logging.getLogger("rwkv_batch.sessions")
 
@@ -889,6 +889,8 @@ class StatePool:
             stored = self.file.decode(iter(lambda: source.read(PIECE_BYTES), b""))
         if not self.copies.is_finite(stored.snapshot, None):
             raise Unprocessable("the state is not finite", code="state_unusable")
+        if stored.snapshot.elapsed >= MAX_FOREIGN_TOKENS:
+            raise Unprocessable("the state cannot have seen so many tokens", code="state_unusable")
         key = (action.namespace, action.name)
         if not action.overwrite:
             self._check_free(*key)

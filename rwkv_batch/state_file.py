@@ -7,14 +7,14 @@ the two dtypes, and how many tokens the state has seen. Knows nothing of session
 """
 
 import io
-import json
 import math
-import pickle
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
+import msgspec
 import torch
 
 from rwkv_batch.errors import Unprocessable
@@ -26,10 +26,24 @@ VERSION = 1
 PIECE_BYTES = 2**20  # what is handed to SQLite at once: a bind copies it while it holds the GIL
 MAX_HEADER = 4096
 MAX_NEWLINES = 2
+MAX_TOKENS = 2**62  # of a stored state
+MAX_FOREIGN_TOKENS = 2**53  # of a state from elsewhere: what comes after it stays below MAX_TOKENS
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PREFIX = struct.Struct("<8sII")
 _CRC = struct.Struct("<I")
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What stands in front of a state. Whoever reads it can rely on these types and ranges."""
+
+    model: str
+    layers: int
+    width: int
+    shift: str
+    wkv: str
+    tokens: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOKENS)]
+    newlines: Annotated[int, msgspec.Meta(ge=0, le=MAX_NEWLINES)]
 
 
 @dataclass(frozen=True)
@@ -55,17 +69,17 @@ class StateFile:
     def encode(self, stored: Stored) -> Iterator[bytes | memoryview]:
         """Yield a state in pieces of at most PIECE_BYTES, which share the memory of its tensors."""
         snapshot = stored.snapshot
-        header = json.dumps(
-            {
-                "model": self.fingerprint,
-                "layers": self.shape.num_layers,
-                "width": self.shape.width,
-                "shift": NAMES[snapshot.shift.dtype],
-                "wkv": NAMES[snapshot.wkv.dtype],
-                "tokens": snapshot.elapsed,
-                "newlines": stored.newlines,
-            }
-        ).encode()
+        header = msgspec.json.encode(
+            Header(
+                self.fingerprint,
+                self.shape.num_layers,
+                self.shape.width,
+                NAMES[snapshot.shift.dtype],
+                NAMES[snapshot.wkv.dtype],
+                snapshot.elapsed,
+                stored.newlines,
+            )
+        )
         first = _PREFIX.pack(MAGIC, VERSION, len(header)) + header
         crc = zlib.crc32(first)
         yield first
@@ -111,10 +125,10 @@ class StateFile:
             shift, wkv, elapsed = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             shift, wkv = (t.reshape(dims).clone() for t, dims in zip((shift, wkv), self._shapes(), strict=True))
             tokens = int(elapsed.reshape(-1)[0])
-            if not {shift.dtype, wkv.dtype} <= set(NAMES) or tokens < 0:
+            if not {shift.dtype, wkv.dtype} <= set(NAMES) or not 0 <= tokens < MAX_FOREIGN_TOKENS:
                 raise ValueError
             return Stored(Snapshot(shift, wkv, tokens), 0)
-        except (ValueError, TypeError, RuntimeError, AttributeError, IndexError, EOFError, pickle.UnpicklingError):
+        except Exception:  # torch has no list of what it raises for other bytes
             raise _unusable("it is damaged or has another shape than this model's states") from None
 
     def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -124,19 +138,15 @@ class StateFile:
     def _read_header(self, data: bytes) -> tuple[int, int, tuple[torch.dtype, torch.dtype]]:
         """Return (tokens, newlines, dtypes)."""
         try:
-            header = json.loads(data)
-            model, layers, width = header["model"], header["layers"], header["width"]
-            tokens, newlines = header["tokens"], header["newlines"]
-            dtypes = DTYPES[header["shift"]], DTYPES[header["wkv"]]
-            if not (type(tokens) is int and 0 <= tokens < 2**62 and newlines in range(MAX_NEWLINES + 1)):
-                raise ValueError
-        except (ValueError, KeyError, TypeError, RecursionError):
+            header = msgspec.json.decode(data, type=Header)
+            dtypes = DTYPES[header.shift], DTYPES[header.wkv]
+        except (msgspec.MsgspecError, UnicodeError, KeyError, RecursionError):
             raise _unusable("its header is damaged") from None
-        if model != self.fingerprint:
-            raise _unusable(f"it is of another model, {str(model)[:32]}; this one is {self.fingerprint}")
-        if (layers, width) != (self.shape.num_layers, self.shape.width):
+        if header.model != self.fingerprint:
+            raise _unusable(f"it is of another model, {header.model[:32]!r}; this one is {self.fingerprint}")
+        if (header.layers, header.width) != (self.shape.num_layers, self.shape.width):
             raise _unusable("it has another shape than this model's states")
-        return tokens, newlines, dtypes
+        return header.tokens, header.newlines, dtypes
 
 
 class _Stream:

@@ -1,14 +1,17 @@
 """Sessions without a model: three levels, SQLite, turns in order, orders, and what happens when the disk or a file is bad."""
 
 import itertools
+import json
 import os
 import queue
 import random
 import signal
 import sqlite3
+import struct
 import subprocess
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -175,6 +178,43 @@ def test_damaged_states_are_refused_whatever_is_wrong():
         FILE.decode([data[:8] + b"\x02" + data[9:]])
     with pytest.raises(Unprocessable, match="another model"):
         StateFile("other", SHAPE).decode([data])
+
+
+def with_header(**fields) -> bytes:
+    """A whole state, checksum and all, whose header says something else; a field that is `...` is left out."""
+    data = b"".join(bytes(piece) for piece in FILE.encode(Stored(snapshot(1), 0)))
+    (length,) = struct.unpack_from("<I", data, 12)
+    changed = json.loads(data[16 : 16 + length]) | fields
+    header = json.dumps({name: value for name, value in changed.items() if value is not ...}).encode()
+    data = struct.pack("<8sII", data[:8], 1, len(header)) + header + data[16 + length : -4]
+    return data + struct.pack("<I", zlib.crc32(data))
+
+
+ODD_VALUES = [
+    ..., None, True, False, 0, 1, 2, 3, -1, 0.0, 1.0, 2.0, 0.5, -0.0, 1e400, float("nan"), 64, 64.0, 2**31, 2**53, 2**62,
+    2**63, 2**64, 10**400, "", "0", "1", "fp32", "fp64", "FP32", "\0", "\ud800",
+    FILE.fingerprint, [], [1], {}, {"newlines": 1}, "x" * 9999,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["model", "layers", "width", "shift", "wkv", "tokens", "newlines"])
+def test_whatever_a_header_says_it_is_refused_or_has_the_types_that_readers_rely_on(path, name):
+    """What a turn computes with comes from a file that anybody may have written."""
+    out = path.with_suffix(".state")
+    with Pool(path) as pool:
+        for number, value in enumerate(ODD_VALUES):
+            out.write_bytes(with_header(**{name: value}))
+            try:
+                pool.order(Import(name=f"s{number}", path=str(out)))
+            except Unprocessable:
+                continue
+            lease = pool.lease(f"s{number}")
+            assert (type(lease.newlines), type(lease.initial().elapsed)) == (int, int)
+            assert lease.newlines in range(3)
+            pool.commit(lease, snapshot(2, tokens=lease.initial().elapsed + 1000))
+            pool.order(Export(name=f"s{number}", path=str(out)))
+        accepted = pool.order(Status()).total
+    assert accepted == {"model": 1, "layers": 1, "width": 1, "shift": 0, "wkv": 1, "tokens": 6, "newlines": 3}[name]
 
 
 def test_turns_of_one_session_run_in_order(path):
