@@ -50,12 +50,15 @@ async def embeddings(call: Call) -> Plain:
 
 
 def described(call: Call) -> dict[str, object]:
-    """The one model."""
+    """The one model; `root` and `parent`, which vLLM's list has, are what its load generator reads."""
+    name = model_name(call)
     return {
-        "id": model_name(call),
+        "id": name,
         "object": "model",
         "created": int(call.site.started),
         "owned_by": "rwkv_batch",
+        "root": name,
+        "parent": None,
         "max_model_len": call.config.max_prompt_tokens,
     }
 

@@ -24,7 +24,7 @@ from openai.types.responses import Response
 HELLO = [{"role": "user", "content": "Hello!"}]
 GREEDY = {"temperature": 0, "max_tokens": 12, "seed": 7}
 BASES = ("/v1", "/openai/v1")
-OURS = {"reasoning_content", "max_model_len"}  # fields beside the SDK's
+OURS = {"reasoning_content", "max_model_len", "root", "parent"}  # fields beside the SDK's
 
 
 @dataclass
@@ -181,7 +181,9 @@ def check_sdk_models(target: Target) -> None:
         client = target.client(base)
         (model,) = client.models.list().data
         assert client.models.retrieve(model.id) == model
-        strictly(Model, target.request("GET", f"{base}/models")[1]["data"][0])
+        listed = target.request("GET", f"{base}/models")[1]["data"][0]
+        strictly(Model, listed)
+        assert (listed["root"], listed["parent"]) == (listed["id"], None), "what vLLM's load generator reads"
         assert error_of(openai.NotFoundError, lambda c=client: c.models.retrieve("no such model")).code == "model_not_found"
 
 
