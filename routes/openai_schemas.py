@@ -86,6 +86,8 @@ IGNORED = {
 }  # fmt: skip
 MAX_NOTED = 256
 MAX_BIASES = 65536  # the setting is lower
+NO_LIMIT = -1  # as max_tokens: as many as the server allows
+PENALTIES = ("alpha_presence", "alpha_frequency", "presence_penalty", "frequency_penalty")
 noted: set[str] = set()  # unknown fields that were logged
 
 THINK_TYPES = {
@@ -176,9 +178,14 @@ class GenerationBody(PromptsBody):
         return None
 
     def sampling(self) -> SamplingParams:
-        """The controls; OpenAI's two penalties stand in for the native ones where these were not sent."""
+        """The controls; OpenAI's two penalties stand in for the native ones where these were not sent.
+
+        Temperature 0 means the likeliest token, so then only penalties that were sent act.
+        """
         params = super().sampling()
         presence, frequency = params.alpha_presence, params.alpha_frequency
+        if params.temperature == 0 and self.model_fields_set.isdisjoint(PENALTIES):
+            presence = frequency = 0.0
         if self.presence_penalty is not None or self.frequency_penalty is not None:
             presence = presence if "alpha_presence" in self.model_fields_set else self.presence_penalty or 0.0
             frequency = frequency if "alpha_frequency" in self.model_fields_set else self.frequency_penalty or 0.0

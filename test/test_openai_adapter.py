@@ -78,6 +78,22 @@ def test_penalties_stand_in_for_the_native_ones():
         assert (params.alpha_presence, params.alpha_frequency) == right, fields
 
 
+BODIES = [(ChatBody, {"messages": HI}), (CompletionBody, {"prompt": "a"}), (ResponseBody, {"input": "hi"})]
+
+
+@pytest.mark.parametrize(("kind", "fields"), BODIES)
+def test_temperature_0_is_greedy_unless_a_penalty_is_sent(kind, fields):
+    def penalties(**more) -> tuple[float, float]:
+        params = to_request(kind, {**fields, "temperature": 0, **more}).sampling
+        return params.alpha_presence, params.alpha_frequency
+
+    assert penalties() == penalties(presence_penalty=None, top_p=0.5) == (0.0, 0.0)
+    assert penalties(presence_penalty=0.5) == (0.5, 0.0)
+    assert penalties(alpha_presence=0.5)[0] == 0.5
+    assert penalties(alpha_frequency=0.5)[1] == 0.5
+    assert penalties(temperature=0.1) == ((0.0, 0.0) if kind is CompletionBody else (1.0, 0.1))
+
+
 def test_stops_are_merged():
     assert chat(stop="x").stop_texts == [b"\nUser:", b"x"]
     assert chat(stop=["x", ""], stop_tokens=[5, "y"], stop_token_ids=[7]).stop_texts == [b"y", b"x"]

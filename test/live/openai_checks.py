@@ -236,6 +236,7 @@ def check_sdk_logprobs(target: Target) -> None:
     assert shown.startswith(answer.choices[0].message.content)
     for token in tokens:
         assert len(token.top_logprobs) == 3
+        assert token.logprob == token.top_logprobs[0].logprob, "temperature 0 takes the likeliest"
         assert token.logprob <= 0
     none = target.client().chat.completions.create(model="m", messages=HELLO, **GREEDY)
     assert none.choices[0].logprobs is None
