@@ -85,12 +85,11 @@ class ResponseBody(GenerationBody):
             raise InvalidRequest(f"{name}: not supported by this server", param=name, code="unsupported_parameter")
 
     def texts(self) -> list[str]:
-        """The one prompt. Instructions stand in front of a conversation's first turn only, for its state holds them already."""
+        """The one prompt. Instructions are those of this turn: a later one has them again, or others, in front of its input."""
         turns = [item.turn() for item in self.input]
         if not any(turn.text.strip() for turn in turns):
             raise InvalidRequest("input: a text, or messages with some", param="input")
-        first = [] if self.previous_response_id is not None else [Turn("system", self.instructions)]
-        return [prompts.conversation([*first, *turns], TAIL)]
+        return [prompts.conversation([Turn("system", self.instructions), *turns], TAIL)]
 
     def session(self, config: Config) -> Session | None:
         """The previous response's state is continued, and what becomes of it kept under the own id."""

@@ -214,8 +214,9 @@ def test_responses_become_conversations():
     assert text_of(response(input="hi", instructions="Be kind.")) == "System: Be kind.\n\nUser: hi\n\nAssistant:"
     items = [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}, {"role": "assistant", "content": "b"}, "c"]
     assert text_of(response(input=items)) == "User: a\n\nAssistant: b\n\nUser: c\n\nAssistant:"
-    following = response(input="hi", instructions="Be kind.", previous_response_id="resp_1")
-    assert text_of(following) == "User: hi\n\nAssistant:"
+    following = response(input="hi", instructions="Be short.", previous_response_id="resp_1")
+    assert text_of(following) == "System: Be short.\n\nUser: hi\n\nAssistant:", "instructions are those of this turn"
+    assert text_of(response(input="hi", previous_response_id="resp_1")) == "User: hi\n\nAssistant:"
     assert (following.session.name, following.session.keep, following.session.must_exist) == ("resp_1", False, True)
     branch = to_request(ResponseBody, {"input": "hi", "previous_response_id": "resp_1"}).session
     assert (branch.name, branch.keep, branch.must_exist) == ("resp_1", True, True)

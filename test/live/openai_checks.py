@@ -274,6 +274,10 @@ def check_sdk_responses_continue(target: Target) -> None:
     again = client.responses.create(input="What is your name?", previous_response_id=first.id, store=False, **settings)
     assert again.output_text == second.output_text
     assert second.previous_response_id == first.id
+    told = client.responses.create(
+        input="What is your name?", instructions="Be long.", previous_response_id=first.id, store=False, **settings
+    )
+    assert told.usage.input_tokens > again.usage.input_tokens, "instructions are those of this turn"
     deleted = target.request("DELETE", f"/v1/responses/{first.id}")
     assert deleted[:2] == (200, {"id": first.id, "object": "response", "deleted": True})
     assert target.request("DELETE", f"/openai/v1/responses/{first.id}")[1]["deleted"] is False
