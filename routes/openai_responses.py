@@ -8,7 +8,7 @@ from pydantic import Field, PrivateAttr, field_validator
 
 from routes.openai import answer_with
 from routes.openai_answers import Answer, new_id
-from routes.openai_schemas import GenerationBody, at_most, read
+from routes.openai_schemas import NO_LIMIT, GenerationBody, at_most, read
 from routes.reply import DONE, Call, Plain, dumps, error_document, json_reply
 from routes.reply import Answer as Stream
 from routes.schemas import MAX_ID, Message, Texts
@@ -40,8 +40,8 @@ class ResponseBody(GenerationBody):
     input: Annotated[list[Item], Field(fail_fast=True)] = Field(default_factory=list)
     instructions: str = ""
     previous_response_id: str | None = None
-    max_output_tokens: int | None = Field(None, ge=0, le=MAX_ID)
-    max_tokens: int = Field(1024, ge=0, le=MAX_ID)
+    max_output_tokens: int | None = Field(None, ge=NO_LIMIT, le=MAX_ID)
+    max_tokens: int = Field(1024, ge=NO_LIMIT, le=MAX_ID)
     top_k: int = Field(50, ge=-1, le=MAX_ID)
     store: bool = True
     metadata: Annotated[dict[str, str], at_most(MAX_METADATA)] = Field(default_factory=dict)

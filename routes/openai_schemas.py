@@ -135,8 +135,8 @@ class GenerationBody(PromptsBody):
     stop_field: ClassVar[str] = "stop"
     default_stops: ClassVar[list[int | str]] = DEFAULT_STOPS
 
-    max_tokens: int = Field(4096, ge=0, le=MAX_ID)
-    max_completion_tokens: int | None = Field(None, ge=0, le=MAX_ID)
+    max_tokens: int = Field(4096, ge=NO_LIMIT, le=MAX_ID)
+    max_completion_tokens: int | None = Field(None, ge=NO_LIMIT, le=MAX_ID)
     min_tokens: int = Field(0, ge=0, le=MAX_ID)
     top_k: int = Field(20, ge=-1, le=MAX_ID)
     top_p: float = Field(0.6, ge=-1, le=1)
@@ -203,6 +203,8 @@ class GenerationBody(PromptsBody):
 
     def check_limits(self, config: Config) -> None:
         """Raise InvalidRequest when more is asked for than the server allows."""
+        if self.max_tokens == NO_LIMIT:
+            self.max_tokens = config.max_tokens_limit
         super().check_limits(config)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens: not more than max_tokens", param="min_tokens")
@@ -337,7 +339,7 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[list[str | Ids], Field(fail_fast=True)] = Field(default_factory=lambda: [END_TEXT])
     suffix: str | None = None
-    max_tokens: int = Field(16, ge=0, le=MAX_ID)
+    max_tokens: int = Field(16, ge=NO_LIMIT, le=MAX_ID)
     alpha_presence: float = Field(0.0, ge=-100, le=100)
     alpha_frequency: float = Field(0.0, ge=-100, le=100)
     echo: bool = False

@@ -166,6 +166,19 @@ def test_limits_and_the_newer_name():
     assert chat(logit_bias={"3": -5, "65535": 2.5}).sampling.logit_bias == ((3, -5.0), (65535, 2.5))
 
 
+def test_minus_one_token_is_as_many_as_the_server_allows():
+    config = Config(max_tokens_limit=777)
+    for kind, fields in (
+        (ChatBody, {"messages": HI, "max_tokens": -1}), (ChatBody, {"messages": HI, "max_completion_tokens": -1}),
+        (CompletionBody, {"max_tokens": -1}), (ResponseBody, {"input": "hi", "max_output_tokens": -1}),
+    ):  # fmt: skip
+        assert to_request(kind, fields, config).max_tokens == 777
+        name, _ = fields.popitem()
+        with pytest.raises(InvalidRequest) as error:
+            to_request(kind, {**fields, name: -2}, config)
+        assert error.value.param == name
+
+
 @pytest.mark.parametrize(
     ("fields", "end"),
     [
