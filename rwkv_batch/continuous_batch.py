@@ -12,6 +12,6 @@ class ContinuousBatch(Batch):
         """Whether a row waits."""
         return bool(self.waiting)
 
-    def start(self, num_free: int) -> list[Sequence]:
-        """Start the next row; `num_free` >= 1 slots are always enough."""
+    def start(self, room: int) -> list[Sequence]:
+        """Start the next row."""
         return self._start(1)

@@ -58,15 +58,14 @@ class Batch:
     def __init__(self, sequences: Iterable[Sequence]):
         self.waiting = deque(sequences)
         self.running: set[Sequence] = set()
-        self.num_passed_over = 0  # rows of later batches that started while this one did not fit
 
     @property
     def ready(self) -> bool:
-        """Whether rows of this batch may start as soon as there is room."""
+        """Whether a row of this batch may start as soon as there is room for one."""
         raise NotImplementedError
 
-    def start(self, num_free: int) -> list[Sequence]:
-        """Move rows from waiting to running and return them: one turn's worth if it fits `num_free` >= 1 slots, else none."""
+    def start(self, room: int) -> list[Sequence]:
+        """Move one turn's worth of rows, at most `room` >= 1 of them, from waiting to running and return them, if `ready`."""
         raise NotImplementedError
 
     def _start(self, num_rows: int) -> list[Sequence]:

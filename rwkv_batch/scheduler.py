@@ -1,8 +1,7 @@
 """Who owns a slot, and what runs in the next step. Plain Python: no torch, no model, no text.
 
-Requests queue in the order they came. The one in front starts what its loop allows: a wave of a sync batch, one row of a
-continuous batch, which then goes to the back. A wave that does not fit is passed over by up to `patience` rows; then nothing
-behind it starts before it does, so that it waits only for rows that run already.
+Requests queue in the order they came. The one in front starts what its loop allows: a wave of a sync batch if it fits, else one
+row, and goes to the back while more of it may start. So a free slot never waits, and a request only for one turn of each other.
 """
 
 from collections import deque
@@ -20,7 +19,6 @@ class Scheduler:
     prefill_budget  prompt tokens a plan may feed
     mixed           whether a plan may feed prompts and decode; if not, plans of the two kinds alternate while both have work
     busy_budget     the same of a plan while rows decode, whose next tokens wait for it; None = no less
-    patience        rows that may start while a sync wave in front of them waits for room
     prefixes        states that rows may start from, None = each is fed from its first token
     """
 
@@ -31,13 +29,11 @@ class Scheduler:
         prefill_budget: int,
         mixed: bool,
         busy_budget: int | None = None,
-        patience: int = 64,
         prefixes: PrefixCache | None = None,
     ):
         self.num_slots = num_slots
         self.mixed = mixed
         self.busy_budget = busy_budget
-        self.patience = patience
         self.prefixes = prefixes
         self._free = FreeSlots(num_slots)
         self._batches: dict[str, Batch] = {}  # every live request
@@ -138,22 +134,13 @@ class Scheduler:
 
     def _start_rows(self) -> None:
         """Give free slots to the requests in the queue, each its turn."""
-        passed_over: list[Batch] = []  # the first of them has waited longest
-        while self._queue and self._free and not (passed_over and passed_over[0].num_passed_over >= self.patience):
+        while self._queue and self._free:
             batch = self._queue.popleft()
-            sequences = batch.start(len(self._free))
-            if not sequences:
-                passed_over.append(batch)
-                continue
-            for sequence in sequences:
+            for sequence in batch.start(len(self._free)):
                 sequence.slot = self._free.take()
                 self._admit(sequence)
-            for waiting in passed_over:
-                waiting.num_passed_over += len(sequences)
-            batch.num_passed_over = 0
             if batch.ready:
                 self._queue.append(batch)
-        self._queue.extendleft(reversed(passed_over))
         self._settled = True
 
     def _admit(self, sequence: Sequence) -> None:

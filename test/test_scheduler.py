@@ -34,10 +34,7 @@ class Simulation:
         self.num_slots = self.rng.choice([1, 2, 5, 20])
         self.budget = self.rng.choice([1, 5, 16, 40, 64, 256])
         self.mixed = self.rng.random() < 0.5
-        self.patience = self.rng.choice([0, 1, 8, 64])
-        self.scheduler = Scheduler(
-            num_slots=self.num_slots, prefill_budget=self.budget, mixed=self.mixed, patience=self.patience
-        )
+        self.scheduler = Scheduler(num_slots=self.num_slots, prefill_budget=self.budget, mixed=self.mixed)
         self.live: dict[str, list[Sequence]] = {}  # rows that have not ended
         self.fed: dict[Sequence, list[int]] = {}
         self.num_planned: Counter[Sequence] = Counter()  # samplings in plans
@@ -45,6 +42,7 @@ class Simulation:
         self.stops_after: dict[Sequence, int] = {}  # the fake model samples a stop then
         self.in_flight: Plan | None = None
         self.started: set[Sequence] = set()
+        self.wave_left: Counter[str] = Counter()  # rows of a sync request's present wave that have not started
         self.may_wait: dict[str, int] = {}  # rows of others that may start before this request has its turn
         self.may_lag: dict[str, int] = {}  # prompt tokens of others that may be fed in plans without this request
         self.last_plan_fed = False
@@ -131,7 +129,7 @@ class Simulation:
         self.scheduler.finish(sequence)
         self.forget(sequence)
         name = sequence.request.id
-        if name in self.live and sequence.request.loop == "sync" and not any(row.slot >= 0 for row in self.live[name]):
+        if name in self.live and sequence.request.loop == "sync" and self.turn(name) and not self.wave_left[name]:
             self.join_queue(name)
         with pytest.raises(KeyError):
             self.scheduler.finish(sequence)
@@ -144,6 +142,7 @@ class Simulation:
         if not self.live[name]:
             del self.live[name]
             self.may_wait.pop(name, None)
+            self.wave_left.pop(name, None)
         if not any(row.request.id == name for row in self.rows_with_prompt_left()):
             self.may_lag.pop(name, None)
 
@@ -164,19 +163,19 @@ class Simulation:
         ]
 
     def turn(self, name: str) -> int:
-        """How many rows the request would start in its turn, 0 if it waits for nothing."""
+        """How many rows the request may start in its turn, 0 if it waits for nothing."""
         rows = self.live[name]
         waiting = sum(row.slot < 0 for row in rows)
         if rows[0].request.loop == "continuous":
             return min(1, waiting)
-        return min(waiting, self.num_slots) if waiting == len(rows) else 0
+        return min(waiting, self.num_slots) if waiting == len(rows) else self.wave_left[name]
 
     # invariants
 
     def join_queue(self, name: str) -> None:
-        """The request is last now: everybody ready has a turn before it, then its patience counts."""
+        """The request is last now: everybody ready has a turn before it."""
         others = sum(self.turn(other) for other in self.live if other != name)
-        self.may_wait[name] = others + self.patience + self.num_slots
+        self.may_wait[name] = others + self.num_slots  # those that started earlier in the same plan count as later here
 
     def note_starts(self) -> None:
         """Look which rows the last plan started, lowest slot first, which is the order they started in."""
@@ -188,8 +187,10 @@ class Simulation:
             name = row.request.id
             self.check_nobody_starves(name)
             self.may_wait.pop(name, None)
-            if row.request.loop == "continuous" and self.turn(name):
+            if self.turn(name):
                 self.join_queue(name)
+        if self.scheduler.num_free:
+            assert not any(self.turn(name) for name in self.live), "a row waits beside a free slot"
 
     def check_nobody_starves(self, starting: str) -> None:
         """A row starts: for all other requests that wait, one fewer may start before them."""
@@ -199,13 +200,15 @@ class Simulation:
                 assert self.may_wait[name] >= 0, f"{name} was passed over too often"
 
     def check_wave(self, name: str, new: list[Sequence]) -> None:
-        """Rows start in order; those of a sync request together, as many as there is room at all, when none of it runs."""
+        """Rows start in order; those of a sync request as a wave, as many as there is room at all, when none of it runs."""
         rows = self.live[name]
         assert [row.index for row in new] == sorted(row.index for row in new)
         assert all(row.index > new[-1].index for row in rows if row.slot < 0)
         if new[0].request.loop == "sync":
-            assert [row for row in rows if row.slot >= 0] == new
-            assert len(new) == min(len(rows), self.num_slots)
+            if [row for row in rows if row.slot >= 0] == new:
+                self.wave_left[name] = min(len(rows), self.num_slots)
+            self.wave_left[name] -= len(new)
+            assert self.wave_left[name] >= 0
 
     def check_slots(self) -> None:
         """Every slot is free or owned once."""
@@ -300,8 +303,8 @@ def test_random_events_in_full(seed):
 # --- single rules -----------------------------------------------------------------------------------------------------------
 
 
-def scheduler_of(num_slots: int, prefill_budget: int = 1024, mixed: bool = True, patience: int = 64) -> Scheduler:
-    return Scheduler(num_slots=num_slots, prefill_budget=prefill_budget, mixed=mixed, patience=patience)
+def scheduler_of(num_slots: int, prefill_budget: int = 1024, mixed: bool = True) -> Scheduler:
+    return Scheduler(num_slots=num_slots, prefill_budget=prefill_budget, mixed=mixed)
 
 
 def rows_of(plan: Plan | None) -> list[tuple[str, int, int, bool]]:
@@ -410,40 +413,41 @@ def test_both_loops_share_the_slots_and_the_plan():
     assert len(scheduler.next_plan().rows) == 4
 
 
-def test_wave_that_does_not_fit_is_passed_over_only_so_often():
-    """Without patience's end a stream of small requests would keep a large one out for ever."""
-    scheduler = scheduler_of(2, patience=3)
-    (blocker,) = scheduler.add(request("blocker", [1]))
+def test_wave_that_does_not_fit_starts_row_by_row():
+    """It would wait for one long row beside free slots, and keep those behind it out of them."""
+    scheduler = scheduler_of(4)
+    (stream,) = scheduler.add(request("stream", [1], max_tokens=10_000))
     scheduler.next_plan()
-    large = scheduler.add(request("large", [1, 1]))
-    started = []
-    for number in range(5):
-        (small,) = scheduler.add(request(f"small{number}", [1]))
-        started += starts_of(scheduler.next_plan())
-        if small.slot >= 0:
-            scheduler.finish(small)
-    assert started == [("small0", 0), ("small1", 0), ("small2", 0)]
-    scheduler.finish(blocker)
-    assert starts_of(scheduler.next_plan()) == [("large", 0), ("large", 1)]
-    for sequence in large:
+    large = scheduler.add(request("large", [1] * 6))
+    assert starts_of(scheduler.next_plan()) == [("large", 0), ("large", 1), ("large", 2)]
+    (small,) = scheduler.add(request("small", [1]))
+    scheduler.finish(large[1])
+    assert starts_of(scheduler.next_plan()) == [("large", 3)]
+    for sequence in (large[0], large[2]):
         scheduler.finish(sequence)
-    assert starts_of(scheduler.next_plan()) == [("small3", 0), ("small4", 0)]
+    assert starts_of(scheduler.next_plan()) == [("small", 0)]
+    assert scheduler.num_free == 1
+    scheduler.finish(large[3])
+    assert starts_of(scheduler.next_plan()) == [("large", 4), ("large", 5)]
+    assert (stream.slot, small.slot) == (0, 1)
 
 
-def test_without_patience_nobody_overtakes():
-    scheduler = scheduler_of(2, patience=0)
-    scheduler.add(request("a", [1]))
-    scheduler.add(request("b", [1, 1]))
-    scheduler.add(request("c", [1]))
-    assert starts_of(scheduler.next_plan()) == [("a", 0)]
-
-
-def test_cancel_of_a_blocking_wave_lets_the_others_in():
-    scheduler = scheduler_of(2, patience=0)
-    scheduler.add(request("a", [1]))
-    scheduler.add(request("b", [1, 1]))
-    scheduler.add(request("c", [1]))
+def test_waves_that_do_not_fit_share_the_slots_in_turn():
+    scheduler = scheduler_of(4)
+    scheduler.add(request("stream", [1], max_tokens=10_000))
     scheduler.next_plan()
+    scheduler.add(request("a", [1] * 4))
+    scheduler.add(request("b", [1] * 4, "continuous"))
+    scheduler.add(request("c", [1]))
+    assert starts_of(scheduler.next_plan()) == [("a", 0), ("b", 0), ("c", 0)]
+
+
+def test_cancel_of_a_wave_in_parts_lets_the_others_in():
+    scheduler = scheduler_of(2)
+    scheduler.add(request("a", [1]))
+    scheduler.add(request("b", [1, 1]))
+    scheduler.add(request("c", [1]))
+    assert starts_of(scheduler.next_plan()) == [("a", 0), ("b", 0)]
     assert [row.index for row in scheduler.cancel("b")] == [0, 1]
     assert starts_of(scheduler.next_plan()) == [("c", 0)]
 

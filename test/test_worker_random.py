@@ -151,7 +151,6 @@ class Life:
             prefill_budget=rng.choice([5, 32, 64, 100, 256]),
             mixed=rng.random() < 0.5,
             busy_budget=rng.choice([None, 1, 40, 64]),
-            patience=rng.choice([0, 4, 64]),
             prefixes=rng.choice([None, cache]),
         )
         self.engine, self.turns = TupleEngine(num_slots), Turns()
