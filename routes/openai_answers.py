@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from routes.admin import model_name
-from routes.openai_schemas import END_TEXT, ChatBody, CompletionBody, GenerationBody
+from routes.openai_schemas import END_TEXT, ChatBody, CompletionBody, GenerationBody, split_ends
 from routes.reply import DONE, Call, dumps, error_document, sse
 from routes.thoughts import Thought
 from rwkv_batch.channel import Event, error_of
@@ -297,7 +297,7 @@ class CompletionAnswer(Answer):
         self.request = request
         self.wants_logprobs = body.logprobs is not None
         self.scored = request.prompt_logprobs is not None
-        self.echoes = [self._echo(prompt) for prompt in body.prompt] if body.echo else []
+        self.echoes = [self._echo(prompt, raw=body.suffix is None) for prompt in body.prompt] if body.echo else []
         self.texts: list[list[str]] = [[] for _ in range(self.num_choices)]
         self.logprobs = [Logprobs(self.vocabulary) for _ in range(self.num_choices)]
         self.scores: list[list[TokenLogprob]] = [[] for _ in range(self.num_choices)]
@@ -356,9 +356,9 @@ class CompletionAnswer(Answer):
     ) -> dict[str, Any]:
         return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
 
-    def _echo(self, prompt: str | list[int]) -> str:
+    def _echo(self, prompt: str | list[int], *, raw: bool) -> str:
         if isinstance(prompt, str):
-            return "" if prompt == END_TEXT else prompt  # it was fed as token 0, whose text is empty
+            return split_ends(prompt)[1] if raw else prompt  # the text of end tokens is empty
         return b"".join(self.vocabulary.token_bytes[token] for token in prompt).decode(errors="replace")
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_v
 
 from routes.schemas import (
     DEFAULT_STOPS,
+    END_ID,
     MAX_ID,
     MAX_NAME,
     MAX_STOPS,
@@ -34,8 +35,7 @@ from sampling.params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-END_TEXT = "<|endoftext|>"  # stands for token 0 where it is the whole prompt
-END_IDS = [0]
+END_TEXT = "<|endoftext|>"  # stands for token 0 at the start of a raw prompt, and is plain text everywhere else
 
 # Fields that would change the text, and the values that do not.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -106,6 +106,14 @@ def at_most(number: int) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+def split_ends(text: str) -> tuple[list[int], str]:
+    """The end tokens that a raw prompt begins with, and the rest of its text."""
+    count = 0
+    while text.startswith(END_TEXT, count * len(END_TEXT)):
+        count += 1
+    return [END_ID] * count, text[count * len(END_TEXT) :]
 
 
 def read(kind: type[SomeBody], data: dict[str, Any]) -> SomeBody:
@@ -367,7 +375,7 @@ class CompletionBody(GenerationBody):
     def texts(self) -> list[Any]:
         """The prompts, texts or ids. Raises InvalidRequest for a suffix behind ids."""
         if self.suffix is None:
-            return [END_IDS if prompt == END_TEXT else prompt for prompt in self.prompt]
+            return list(self.prompt)
         if not all(isinstance(prompt, str) for prompt in self.prompt):
             raise InvalidRequest("suffix: the prompt must be text", param="suffix")
         return [prompts.fill_in(prompt, self.suffix) for prompt in self.prompt]
@@ -388,7 +396,12 @@ class CompletionBody(GenerationBody):
 
     def to_request(self, request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
         """The engine's form; a prompt that comes back with its log-probabilities is fed whole."""
-        request = super().to_request(request_id, config, encode)
+
+        def encode_raw(prompt: str | list[int]) -> list[int]:
+            ends, rest = split_ends(prompt) if isinstance(prompt, str) else ([], prompt)
+            return ends + encode(rest)
+
+        request = super().to_request(request_id, config, encode_raw)
         if not self.echo or self.logprobs is None:
             return request
         return msgspec.structs.replace(request, prompt_logprobs=self.logprobs, cache=False)

@@ -3,9 +3,9 @@
 from pydantic import Field
 
 from routes.openai_answers import Vocabulary
-from routes.openai_schemas import END_IDS, END_TEXT, Conversation, read
+from routes.openai_schemas import END_TEXT, Conversation, read, split_ends
 from routes.reply import Call, Plain, json_reply
-from routes.schemas import Body, Ids
+from routes.schemas import END_ID, Body, Ids
 from rwkv_batch.errors import InvalidRequest
 
 
@@ -16,12 +16,12 @@ class TokenizeBody(Body, Conversation):
     content: str | None = None
     return_token_strs: bool = False
 
-    def text(self) -> str:
-        """The text. Raises InvalidRequest when there is none."""
+    def text(self) -> tuple[list[int], str]:
+        """End tokens, which raw texts alone can begin with, and the text. Raises InvalidRequest when there is none."""
         given = self.prompt if self.prompt is not None else self.content
         if given is None and not self.messages:
             raise InvalidRequest("prompt: a text, or messages", param="prompt")
-        return self.templated() if given is None else given
+        return ([], self.templated()) if given is None else split_ends(given)
 
 
 class DetokenizeBody(Body):
@@ -35,12 +35,13 @@ class TemplateBody(Body, Conversation):
 
 
 async def tokenize(call: Call) -> Plain:
-    """POST tokenize: the ids of a text; of the end token's own text, that id."""
+    """POST tokenize: the ids of a text, as completions would be fed it."""
     body = read(TokenizeBody, call.body)
-    text = body.text()
-    ids = END_IDS if text == END_TEXT else []
-    if text and not ids:
-        (ids,) = await call.site.encode([text], "prompt")
+    ids, text = body.text()
+    if text:
+        ids += (await call.site.encode([text], "prompt"))[0]
+    if len(ids) > call.config.max_prompt_tokens:
+        raise InvalidRequest(f"prompt: at most {call.config.max_prompt_tokens} tokens", param="prompt")
     answer = {"count": len(ids), "max_model_len": call.config.max_prompt_tokens, "tokens": ids, "token_strs": None}
     if body.return_token_strs:
         vocabulary = Vocabulary((await call.site.loaded_tokenizer()).token_bytes)
@@ -49,11 +50,17 @@ async def tokenize(call: Call) -> Plain:
 
 
 async def detokenize(call: Call) -> Plain:
-    """POST detokenize: the text of ids."""
+    """POST detokenize: the text of ids, in which the end token is spelled out."""
     ids = read(DetokenizeBody, call.body).tokens
     if len(ids) > call.config.max_prompt_tokens:
         raise InvalidRequest(f"tokens: at most {call.config.max_prompt_tokens}", param="tokens")
-    text = END_TEXT if ids == END_IDS else (await call.site.loaded_tokenizer()).decode(ids)
+    pieces: list[list[int]] = [[]]
+    for token in ids:
+        if token == END_ID:
+            pieces.append([])
+        else:
+            pieces[-1].append(token)
+    text = END_TEXT.join(map((await call.site.loaded_tokenizer()).decode, pieces))
     return json_reply({"prompt": text, "content": text})
 
 

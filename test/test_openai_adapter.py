@@ -22,7 +22,7 @@ from routes.access import Secrets
 from routes.openai_answers import ChatAnswer, CompletionAnswer
 from routes.openai_responses import ResponseAnswer, ResponseBody
 from routes.openai_schemas import ChatBody, CompletionBody, read
-from routes.openai_tokens import detokenize
+from routes.openai_tokens import detokenize, tokenize
 from routes.reply import Site
 from routes.thoughts import Thought
 from rwkv_batch import prompts, tokenizer
@@ -120,10 +120,48 @@ def test_n_repeats_each_prompt_and_is_bounded():
     [
         ("ab", [[97, 98]]), (["ab", "c"], [[97, 98], [99]]), ([97, 98], [[97, 98]]), ([[97], [98]], [[97], [98]]),
         ("<|endoftext|>", [[0]]), (None, [[0]]), ("", [[0]]), (["", [1]], [[0], [1]]),
+        ("<|endoftext|>ab", [[0, 97, 98]]), (["<|endoftext|><|endoftext|>a", "b"], [[0, 0, 97], [98]]),
     ],
 )  # fmt: skip
 def test_forms_of_a_prompt(prompt, right):
     assert completion(prompt=prompt).prompts == right
+
+
+def test_only_the_start_of_a_raw_prompt_can_hold_the_end_token():
+    end = "<|endoftext|>"
+    for request in (
+        completion(prompt="a" + end), completion(prompt=end, suffix="b"), chat(messages=[{"role": "user", "content": end}]),
+        chat(system=end), chat(messages=[{"role": "assistant", "content": end}]),
+        to_request(ResponseBody, {"input": end, "instructions": end}),
+    ):  # fmt: skip
+        assert 0 not in request.prompts[0]
+        assert end in text_of(request)
+
+
+def test_texts_and_ids_are_the_same_prompts_to_an_evaluation():
+    """Windows of a document, the first behind the end token, sent as texts that detokenize gave."""
+    world = tokenizer.for_vocab(65536)
+    site = SimpleNamespace(tokenizer=world, loaded_tokenizer=None, encode=None)
+
+    async def loaded() -> tokenizer.Tokenizer:
+        return world
+
+    async def encoded(texts: list[str], field: str) -> list[list[int]]:
+        return [world.encode(text) for text in texts]
+
+    def answer_of(route, **fields) -> dict:
+        return json.loads(asyncio.run(route(SimpleNamespace(body=fields, config=CONFIG, site=site))).body)
+
+    site.loaded_tokenizer, site.encode = loaded, encoded
+    ids = world.encode("The old bridge and the river.\n\n  Über 世界, done.\n" * 20)
+    windows = [[0, *ids[:50]], *(ids[start - 1 : start + 50] for start in range(50, len(ids), 50)), [0], [0, 0, *ids[:3]]]
+    for window in windows:
+        text = answer_of(detokenize, tokens=window)["prompt"]
+        assert answer_of(tokenize, prompt=text)["tokens"] == window
+        assert read(CompletionBody, {"prompt": text}).to_request("r", CONFIG, world.ids).prompts == [window]
+    assert answer_of(detokenize, tokens=[97, 0, 98])["prompt"] == world.decode([97]) + "<|endoftext|>" + world.decode([98])
+    templated = answer_of(tokenize, messages=[{"role": "user", "content": "<|endoftext|>"}])
+    assert 0 not in templated["tokens"]
 
 
 @pytest.mark.parametrize("prompt", [5, {}, [[[1]]], [300], [-1], [[1], [256]], [1.5], []])
@@ -140,7 +178,10 @@ def test_an_empty_session_id_is_none():
 
 
 def test_the_end_token_echoes_as_the_text_it_has():
-    assert answer_to(CompletionAnswer, CompletionBody, prompt=["<|endoftext|>", [0], "ab"], echo=True).echoes == ["", "", "ab"]
+    prompts = ["<|endoftext|>", [0], "ab", "<|endoftext|>ab", [0, 97, 98]]
+    assert answer_to(CompletionAnswer, CompletionBody, prompt=prompts, echo=True).echoes == ["", "", "ab", "ab", "ab"]
+    filled = answer_to(CompletionAnswer, CompletionBody, prompt="<|endoftext|>ab", suffix="c", echo=True)
+    assert filled.echoes == ["<|endoftext|>ab"], "which was fed as text"
 
 
 def test_echo_with_logprobs_scores_the_prompt_and_shares_nothing():

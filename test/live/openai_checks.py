@@ -400,6 +400,11 @@ def check_evaluation_bodies(target: Target) -> None:
             1:
         ]:
             assert top[token] == logprob
+    ids = target.post("/tokenize", {"prompt": "The old bridge and the river. " * 8})["tokens"]
+    windows = [[0, *ids[:20]], ids[19:40]]
+    texts = [target.post("/detokenize", {"tokens": window})["prompt"] for window in windows]
+    of_ids, of_texts = (target.post("/v1/completions", {**body, "prompt": form})["choices"] for form in (windows, texts))
+    assert of_ids == of_texts, "a document's windows as texts are scored as its ids are"
     body = {"prompt": ["Hello"], "max_tokens": 4, "temperature": 0, "stop": ["<|endoftext|>", "\n\n"], "model": "m"}
     assert target.post("/openai/v1/completions", body)["choices"][0]["finish_reason"] in ("stop", "length")
 
