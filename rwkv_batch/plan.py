@@ -78,10 +78,11 @@ class Batch:
 class PromptQueue:
     """The started sequences whose prompts are not wholly fed, and who of them is fed next.
 
-    Requests take turns. A turn is up to a quarter of the budget, spent on the request's sequences in order: short prompts are
-    fed whole in the order they came, and a long one goes on after everybody else had a turn. Turns are taken until the budget
-    is spent, so a request alone gets all of it. Prompts that are scored share a smaller budget and do not hold up the others.
-    A sequence with a cut is fed up to it and goes on in the next plan, before all others.
+    Requests take turns. A turn is up to a quarter of what the plan may feed, spent on the request's sequences in order: short
+    prompts are fed whole in the order they came, and a long one goes on after everybody else had a turn. Turns are taken until
+    the plan is full, so a request alone gets all of it. Prompts that are scored share a smaller budget and do not hold up the
+    others. A sequence with a cut is fed up to it and goes on in the next plan before its request's others, and before other
+    requests as far as the turn that ended at the cut goes.
     """
 
     def __init__(self, budget: int):
@@ -89,8 +90,8 @@ class PromptQueue:
         prompt's end."""
         self.budget = budget
         self._piece = min(PIECE, budget)
-        self._turn = max(self._piece, budget // 4 // self._piece * self._piece)
         self._requests: OrderedDict[str, deque[Sequence]] = OrderedDict()  # the next to have its turn is first
+        self._rests: dict[str, int] = {}  # tokens left of turns that ended at a cut
 
     def __bool__(self) -> bool:
         return bool(self._requests)
@@ -105,6 +106,7 @@ class PromptQueue:
         sequences.remove(sequence)
         if not sequences:
             del self._requests[sequence.request.id]
+            self._rests.pop(sequence.request.id, None)
 
     def take(self, limit: int | None = None) -> list[Row]:
         """Return the rows of the next plan and forget the sequences they complete.
@@ -114,12 +116,16 @@ class PromptQueue:
         fed_before: dict[Sequence, int] = {}
         paused: list[Sequence] = []
         left, scored_left = min(self.budget, max(limit or self.budget, self._piece)), SCORED_TOKENS
+        turn = max(self._piece, left // 4 // self._piece * self._piece)
         passed_over: list[tuple[str, deque[Sequence]]] = []  # scored ones that wait for the next plan
         while self._requests:
             request_id, sequences = self._requests.popitem(last=False)
             scored = sequences[0].request.prompt_logprobs is not None
-            limit = min(self._turn, left, scored_left if scored else left)
-            spent = self._take_turn(sequences, limit, fed_before, paused)
+            rest = min(self._rests.pop(request_id, turn), turn)
+            num_paused = len(paused)
+            spent = self._take_turn(sequences, min(rest, left, scored_left if scored else left), fed_before, paused)
+            if (len(paused) > num_paused or not spent) and rest - spent >= self._piece:
+                self._rests[request_id] = rest - spent
             if scored and not spent and left >= self._piece:
                 passed_over.append((request_id, sequences))
                 continue
@@ -130,13 +136,18 @@ class PromptQueue:
                 break
             left -= spent
             scored_left -= spent if scored else 0
+        self._put_back(passed_over, paused)
+        return [_prompt_row(sequence, start) for sequence, start in fed_before.items()]
+
+    def _put_back(self, passed_over: list[tuple[str, deque[Sequence]]], paused: list[Sequence]) -> None:
+        """Queue again who waits for the next plan."""
         for request_id, sequences in reversed(passed_over):
             self._requests[request_id] = sequences
             self._requests.move_to_end(request_id, last=False)
         for sequence in reversed(paused):
             self._requests.setdefault(sequence.request.id, deque()).appendleft(sequence)
-            self._requests.move_to_end(sequence.request.id, last=False)
-        return [_prompt_row(sequence, start) for sequence, start in fed_before.items()]
+            if sequence.request.id in self._rests:
+                self._requests.move_to_end(sequence.request.id, last=False)
 
     def _take_turn(
         self, sequences: deque[Sequence], limit: int, fed_before: dict[Sequence, int], paused: list[Sequence]

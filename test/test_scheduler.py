@@ -532,6 +532,35 @@ def test_many_rows_do_not_hold_up_one():
     assert ("one", 0, 60, True) in rows_of(scheduler.next_plan())
 
 
+@pytest.mark.parametrize("num_long", [1, 4, 16, 64])
+def test_turns_are_as_short_as_plans_are_small(num_long):
+    """Beside rows that decode a plan feeds an eighth; were a turn a quarter of the whole, a plan would be one request's."""
+    scheduler = Scheduler(num_slots=80, prefill_budget=4096, mixed=False, busy_budget=512)
+    scheduler.add(request("stream", [1], max_tokens=10_000))
+    scheduler.next_plan()
+    for number in range(num_long):
+        scheduler.add(request(f"long{number}", [16_000]))
+    for _ in range(3):
+        scheduler.next_plan()
+    scheduler.add(request("short", [40]))
+    plans = [rows_of(scheduler.next_plan()) for _ in range(2 * (num_long // 4 + 1))]
+    assert ("short", 0, 40, True) in [row for plan in plans for row in plan]
+    assert sum(tokens for _, _, tokens, _ in plans[0] + plans[1]) > 512 - PIECE
+
+
+def test_cuts_give_a_request_no_more_than_its_turns():
+    """A row that was fed up to a cut goes on first, but only as far as its turn goes."""
+    for budget in (32, 64, 512):
+        scheduler = scheduler_of(3, prefill_budget=budget)
+        sequences = [scheduler.add(request(name, [6400]))[0] for name in "abc"]
+        sequences[0].cuts = list(range(32, 6400, 32))
+        turn = max(32, budget // 4)
+        for _ in range(15_000 // budget):
+            scheduler.next_plan()
+            num_fed = [sequence.num_fed for sequence in sequences]
+            assert max(num_fed) - min(num_fed[1:]) <= 2 * turn
+
+
 def test_prompts_and_decoding_alternate_where_a_plan_cannot_mix():
     scheduler = scheduler_of(4, prefill_budget=64, mixed=False)
     scheduler.add(request("a", [10], max_tokens=50))
