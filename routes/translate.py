@@ -6,7 +6,7 @@ one text never costs the others theirs.
 
 import asyncio
 from collections.abc import Iterable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field, field_validator
 
@@ -30,7 +30,14 @@ OPENAI_BODY = (
 
 
 class TranslateBody(Body):
-    """The extension's custom API. `placeholders` are texts that have to come back unchanged, beside {0} and <b0>."""
+    """The extension's custom API. `placeholders` are texts that have to come back unchanged, beside {0} and <b0>.
+
+    The first three names are what errors call the fields.
+    """
+
+    text_field: ClassVar[str] = "text_list"
+    source_field: ClassVar[str] = "source_lang"
+    target_field: ClassVar[str] = "target_lang"
 
     source_lang: str = Field(AUTO, max_length=64)
     target_lang: str = Field(max_length=64)
@@ -42,6 +49,26 @@ class TranslateBody(Body):
     def one_is_a_list(cls, value: Any) -> Any:
         """A bare text is a list of one."""
         return [value] if isinstance(value, str) else value
+
+
+class TextsBody(TranslateBody):
+    """kiss-translator's own form."""
+
+    text_field: ClassVar[str] = "texts"
+    source_field: ClassVar[str] = "from"
+    target_field: ClassVar[str] = "to"
+
+    source_lang: str = Field(AUTO, max_length=64, alias="from")
+    target_lang: str = Field(max_length=64, alias="to")
+    text_list: Texts = Field(alias="texts")
+
+
+class TextBody(TextsBody):
+    """And that of its first version: a single text. Several are answered as `texts` are."""
+
+    text_field: ClassVar[str] = "text"
+
+    text_list: Texts = Field(alias="text")
 
 
 class Paragraph(NamedTuple):
@@ -56,22 +83,21 @@ async def batch_translate(call: Call) -> Plain | Answer:
     """Translate a list of texts: as many come back, in the same order."""
     if "messages" in call.body and "text_list" not in call.body:
         raise InvalidRequest(OPENAI_BODY, param="messages")
-    single = call.body.get("text") is not None
-    short = call.body.get("text_list") is None and (single or call.body.get("texts") is not None)
-    body = read(long_form(call.body) if short else call.body)
+    body = read(form_of(call.body), call.body)
     if len(body.text_list) > call.config.max_prompts:
-        raise InvalidRequest(f"text_list: at most {call.config.max_prompts} texts", param="text_list")
+        raise InvalidRequest(f"{body.text_field}: at most {call.config.max_prompts} texts", param=body.text_field)
     if len(body.placeholders) > call.config.max_placeholders:
         raise InvalidRequest(f"placeholders: at most {call.config.max_placeholders}", param="placeholders")
     if sum(map(len, body.text_list)) * sum(map(len, body.placeholders)) > MAX_SEARCH:
         raise InvalidRequest("placeholders: too many for so much text; send it in several requests", param="placeholders")
-    work = Work(call, language_code(body.target_lang, "target_lang"), Placeholders(body.placeholders))
-    source = AUTO if body.source_lang.lower() == AUTO else language_code(body.source_lang, "source_lang")
-    return await call.site.later(call, answer(work, body, source, single=single and short, short=short))
+    target = language_code(body.target_lang, body.target_field)
+    source = AUTO if body.source_lang.strip().lower() in ("", AUTO) else language_code(body.source_lang, body.source_field)
+    work = Work(call, target, Placeholders(body.placeholders), body.text_field)
+    return await call.site.later(call, answer(work, body, source))
 
 
-async def answer(work: "Work", body: TranslateBody, source: str, *, single: bool, short: bool) -> Plain:
-    """Translate and put the answer together; `short` is the form of kiss-translator."""
+async def answer(work: "Work", body: TranslateBody, source: str) -> Plain:
+    """Translate and put the answer together, in the form of the body."""
     sources = await work.sources(body.text_list, source)
     results = await work.texts(list(zip(body.text_list, sources, strict=True)))
     errors = [result for result in results if isinstance(result, RwkvBatchError)]
@@ -80,25 +106,30 @@ async def answer(work: "Work", body: TranslateBody, source: str, *, single: bool
     items = []
     for text, found, result in zip(body.text_list, sources, results, strict=True):
         code = found if source == AUTO else body.source_lang
-        item = {"text": result, "src": code} if short else {"detected_source_lang": code, "text": result}
+        item = {"text": result, "src": code} if isinstance(body, TextsBody) else {"detected_source_lang": code, "text": result}
         if isinstance(result, RwkvBatchError):
             item |= {"text": text, "error": result.message}
         items.append(item)
-    return json_reply(items[0] if single else {"translations": items})
+    if isinstance(body, TextBody) and isinstance(work.call.body[body.text_field], str):
+        return json_reply(items[0] | {"from": items[0]["src"]})
+    return json_reply({"translations": items})
 
 
-def long_form(data: dict[str, Any]) -> dict[str, Any]:
-    """kiss-translator's fields under the other names."""
-    texts = data["text"] if data.get("text") is not None else data["texts"]
-    return {"source_lang": data.get("from"), "target_lang": data.get("to"), "text_list": texts}
+def form_of(data: dict[str, Any]) -> type[TranslateBody]:
+    """Which client's names a body has."""
+    if data.get("text_list") is None:
+        for form in (TextBody, TextsBody):
+            if data.get(form.text_field) is not None:
+                return form
+    return TranslateBody
 
 
-def read(data: dict[str, Any]) -> TranslateBody:
+def read(form: type[TranslateBody], data: dict[str, Any]) -> TranslateBody:
     """Check a body. Raises InvalidRequest."""
-    for field in ("target_lang", "text_list"):
+    for field in (form.target_field, form.text_field):
         if data.get(field) is None:
             raise InvalidRequest(f"Missing {field}", param=field)
-    return validate(TranslateBody, data)
+    return validate(form, data)
 
 
 def language_code(text: str, field: str) -> str:
@@ -112,28 +143,28 @@ def language_code(text: str, field: str) -> str:
 class Work:
     """Translates for one call. A failure stands in the place of the translation."""
 
-    def __init__(self, call: Call, target: str, placeholders: Placeholders):
+    def __init__(self, call: Call, target: str, placeholders: Placeholders, field: str = TranslateBody.text_field):
+        """`field`: what errors call the texts."""
         self.call = call
         self.site = call.site
         self.target = target
         self.placeholders = placeholders
+        self.field = field
         self.num_requests = 0
 
     async def sources(self, texts: list[str], source: str) -> list[str]:
-        """The language of each text."""
+        """The language of each text; with "auto" the target's only for those that were found to be in it."""
         if source != AUTO:
             return [source] * len(texts)
-        return await asyncio.to_thread(languages.detect, [self.placeholders.without(text) for text in texts])
+        return await asyncio.to_thread(self._detect, texts)
+
+    def _detect(self, texts: list[str]) -> list[str]:
+        return languages.detect([self.placeholders.without(text) for text in texts], self.target)
 
     async def texts(self, texts: list[tuple[str, str]]) -> list[str | RwkvBatchError]:
         """Translate texts, each with its language."""
-        work = ([text for text, _ in texts], MAX_PARTS * self.call.config.max_prompts)
-        long = sum(map(len, work[0])) > OFF_LOOP_CHARACTERS
-        parts = await asyncio.to_thread(split_all, *work) if long else split_all(*work)
-        wanted = [
-            [self._paragraph(part, source) if i % 2 == 0 else None for i, part in enumerate(pieces)]
-            for pieces, (_, source) in zip(parts, texts, strict=True)
-        ]
+        long = sum(len(text) for text, _ in texts) > OFF_LOOP_CHARACTERS
+        parts, wanted = await asyncio.to_thread(self._cut, texts) if long else self._cut(texts)
         found = await self.paragraphs(list(dict.fromkeys(paragraph for row in wanted for paragraph in row if paragraph)))
         results: list[str | RwkvBatchError] = []
         for pieces, row in zip(parts, wanted, strict=True):
@@ -141,6 +172,15 @@ class Work:
             errors = [part for part in joined if isinstance(part, RwkvBatchError)]
             results.append(errors[0] if errors else "".join(joined))
         return results
+
+    def _cut(self, texts: list[tuple[str, str]]) -> tuple[list[list[str]], list[list[Paragraph | None]]]:
+        """The parts of each text, and for each of them what is to be translated."""
+        parts = split_all([text for text, _ in texts], MAX_PARTS * self.call.config.max_prompts, self.field)
+        wanted = [
+            [self._paragraph(part, source) if i % 2 == 0 else None for i, part in enumerate(pieces)]
+            for pieces, (_, source) in zip(parts, texts, strict=True)
+        ]
+        return parts, wanted
 
     def _paragraph(self, text: str, source: str) -> Paragraph | None:
         """What is to be done with a part of a text; None when it stays as it is."""
@@ -193,12 +233,12 @@ class Work:
             return {}
         if len(wanted) > self.call.config.max_prompts:
             limit = self.call.config.max_prompts
-            raise InvalidRequest(f"text_list: at most {limit} different paragraphs, not {len(wanted)}", param="text_list")
+            raise InvalidRequest(f"{self.field}: at most {limit} different paragraphs, not {len(wanted)}", param=self.field)
         names = {code: languages.LANGUAGES[code].name for code in (self.target, *(p.source for p in wanted))}
         many = languages.LANGUAGES[self.target].script in languages.MANY_TOKENS
         texts = [prompts.translation(names[p.source], names[p.target], p.text) for p in wanted]
         rows: dict[int, list[tuple[Paragraph, list[int]]]] = {}
-        for paragraph, ids in zip(wanted, await self.site.encode(texts, "text_list"), strict=True):
+        for paragraph, ids in zip(wanted, await self.site.encode(texts, self.field), strict=True):
             limit = token_limit(len(ids), self.call.config.translate_ratio, many=many)
             rows.setdefault(min(limit, self.call.config.max_tokens_limit), []).append((paragraph, ids))
         stops = [stop.encode() for stop in prompts.translation_stops(sorted(set(names.values())))]
@@ -228,7 +268,7 @@ class Group:
     def __init__(self, request: Request, wanted: list[Paragraph]):
         self.request = request
         self.wanted = wanted
-        self.texts = [""] * len(wanted)
+        self.texts: list[list[str]] = [[] for _ in wanted]
         self.errors: list[RwkvBatchError | None] = [None] * len(wanted)
 
     async def run(self, call: Call) -> None:
@@ -251,12 +291,12 @@ class Group:
             self.errors = [error_of(event)] * len(self.wanted)
             return
         for delta in event.deltas:
-            self.texts[delta.index] += delta.text
+            self.texts[delta.index].append(delta.text)
         for finish in event.finishes:
             if finish.reason not in ("stop", "length"):
                 self.errors[finish.index] = EngineFailed(finish.error or "the row was cancelled")
 
     def results(self) -> Iterable[tuple[Paragraph, str | RwkvBatchError]]:
         """Each paragraph with its translation."""
-        for paragraph, text, error in zip(self.wanted, self.texts, self.errors, strict=True):
-            yield paragraph, error or text.strip() or paragraph.text
+        for paragraph, parts, error in zip(self.wanted, self.texts, self.errors, strict=True):
+            yield paragraph, error or "".join(parts).strip() or paragraph.text

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 MAX_CHARACTERS = 4096  # of one text that are looked at
+MAX_TOGETHER = 2**18  # of all texts of a call
 MIN_LETTERS = 24  # a text with fewer is judged together with its neighbours
 MIN_SHARE = 0.5  # of the probability; below it the text does not tell
+MIN_HINT = 0.1  # and below this one it does not even hint
 
 DENSE = {"Han": 3, "Kana": 3, "Hangul": 3}  # a letter of these says as much as so many others
 
@@ -81,11 +83,15 @@ OTHER_CODES = {
     "iw": "he", "in": "id", "ji": "yi", "jv": "jw", "nb": "no", "nn": "no", "tl": "fil",
 }  # fmt: skip
 
+OTHER_NAMES = {
+    "simplified chinese": "zh-CN", "chinese (simplified)": "zh-CN", "chinese (traditional)": "zh-TW",
+}  # fmt: skip
+
 # Characters of one script. Order matters: the first of two scripts with equally many letters wins.
 SCRIPTS = {
-    "Kana": "\u3041-\u30ff\u31f0-\u31ff\uff66-\uff9d",
+    "Kana": "\u3005\u3041-\u30ff\u31f0-\u31ff\uff66-\uff9d",
     "Hangul": "\u1100-\u11ff\u3131-\u318e\uac00-\ud7a3",
-    "Han": "\u3005\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff",
+    "Han": "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff",
     "Cyrillic": "\u0400-\u052f",
     "Arabic": "\u0620-\u064a\u066e-\u06d3\u06d5\u06fa-\u06ff\u0750-\u077f\ufb50-\ufdfb\ufe70-\ufefc",
     "Devanagari": "\u0904-\u0939\u0958-\u0961\u0972-\u097f",
@@ -111,22 +117,23 @@ SCRIPTS = {
 }
 SCRIPT_PATTERNS = {name: re.compile(f"[{ranges}]") for name, ranges in SCRIPTS.items()}
 
-# Characters that only one of the two ways to write Chinese has, both in the same order.
-SIMPLIFIED = re.compile(
-    "[们这国个会说对时过还没实学经头发见问间长东车书马鸟鱼门风飞语请让认识话谁给红级纪细络网罗义习乡买卖团图园圆]"
-)
-TRADITIONAL = re.compile(
-    "[們這國個會說對時過還沒實學經頭發見問間長東車書馬鳥魚門風飛語請讓認識話誰給紅級紀細絡網羅義習鄉買賣團圖園圓]"
-)
+# Character sets of Simplified, Traditional and Japanese writing, old enough that none has what only another one needs.
+WRITINGS = ("gb2312", "big5", "shift_jis")
 
-USUAL = {"Latin": "en", "Cyrillic": "ru", "Arabic": "ar", "Devanagari": "hi", "Hebrew": "he"}
+# What texts are in that do not tell: the first, or the second where the first would mean that nothing is to be done.
+USUAL = {
+    "Latin": ("en", "es"),
+    "Cyrillic": ("ru", "uk"),
+    "Arabic": ("ar", "fa"),
+    "Devanagari": ("hi", "mr"),
+    "Hebrew": ("he", "yi"),
+}
 IDENTIFIER_CODES = {"jw": "jv", "fil": "tl"}  # where py3langid's code is another; what it does not know it cannot find
 MANY_TOKENS = frozenset(SCRIPTS) - {"Latin", "Han", "Kana", "Hangul", "Cyrillic", "Arabic", "Hebrew"}
 
-LETTER = re.compile(r"[^\W\d_]")
-
 _BY_KEY = (
     {name.lower(): code for code, (name, _) in LANGUAGES.items()}
+    | OTHER_NAMES
     | OTHER_CODES
     | {code.lower(): code for code in LANGUAGES}
 )  # fmt: skip
@@ -141,29 +148,39 @@ def find(text: str) -> str | None:
 
 
 def has_letters(text: str) -> bool:
-    """Whether there is anything to translate: numbers, signs and emoji are not."""
-    return LETTER.search(text) is not None
+    """Whether there is anything to translate: numbers of any kind, signs and emoji are not."""
+    return any(map(str.isalpha, text))
 
 
-def detect(texts: Sequence[str]) -> list[str]:
+class Guess(NamedTuple):
+    """A language, and whether it was found rather than assumed; what else it may be, likeliest first, with shares."""
+
+    code: str
+    found: bool
+    ranking: list[tuple[str, float]]
+
+
+def detect(texts: Sequence[str], target: str = "") -> list[str]:
     """Return the code of each text's language.
 
     A text that does not tell is given the language of all texts of its script together, because they come from one page; one
-    without letters that of the script with most text.
+    without letters that of the script with most text. `target` is returned only where it was found: a text for which it would
+    have to be assumed is given the likeliest other language.
     """
-    texts = [text[:MAX_CHARACTERS] for text in texts]
+    limit = min(MAX_CHARACTERS, max(MIN_LETTERS, MAX_TOGETHER // max(len(texts), 1)))
+    texts = [text[:limit] for text in texts]
     scripts = [script_of(text) for text in texts]
     together: dict[str, list[str]] = {}
     for script, text in zip(scripts, texts, strict=True):
         together.setdefault(script, []).append(text)
     pooled = {script: "\n".join(group)[:MAX_CHARACTERS] for script, group in together.items() if script}
-    by_script = {script: _language(script, text, USUAL.get(script)) for script, text in pooled.items()}
+    pages = {script: _of_page(script, text) for script, text in pooled.items()}
     amount = {script: num_letters(script, text) for script, text in pooled.items()}
     if amount.get("Kana", 0) > amount.get("Han", 0) > 0:
-        by_script["Han"] = "ja"  # a few words without kana on a Japanese page
+        pages["Han"] = Guess("ja", True, [])  # a few words without kana on a Japanese page
     most = max(amount, key=amount.get, default="")
-    by_script[""] = by_script.get(most, "en")
-    return [_language(script, text, by_script[script]) for script, text in zip(scripts, texts, strict=True)]
+    pages[""] = pages.get(most, Guess("en", False, []))
+    return [_of_text(script, text, pages[script], target) for script, text in zip(scripts, texts, strict=True)]
 
 
 def script_of(text: str) -> str:
@@ -181,25 +198,62 @@ def num_letters(script: str, text: str) -> int:
     return len(SCRIPT_PATTERNS[script].findall(text))
 
 
-def _language(script: str, text: str, otherwise: str | None) -> str:
-    """Return the language of `text` in `script`, `otherwise` where the text alone does not tell."""
-    if script == "Han" and otherwise != "ja":
-        if otherwise and num_letters(script, text) * DENSE[script] < MIN_LETTERS:
-            return otherwise
-        return "zh-TW" if len(TRADITIONAL.findall(text)) > len(SIMPLIFIED.findall(text)) else "zh-CN"
+def _of_page(script: str, text: str) -> Guess:
+    """The language of all texts in one script."""
+    if script == "Han":
+        code = writing(text)
+        return Guess(code or "zh-CN", code is not None, [])
     if script in USUAL:
-        few = num_letters(script, text) < MIN_LETTERS and otherwise != USUAL[script]
-        code, share = (otherwise, 0.0) if few else likeliest(text, script)
-        return code if share >= MIN_SHARE else otherwise
-    return otherwise or next(code for code, language in LANGUAGES.items() if language.script == script)
+        ranking = rank(text, script)
+        code, share = ranking[0]
+        return Guess(code, True, ranking) if share >= MIN_SHARE else Guess(USUAL[script][0], False, ranking)
+    return Guess(next(code for code, language in LANGUAGES.items() if language.script == script), True, [])
 
 
-def likeliest(text: str, script: str) -> tuple[str, float]:
-    """Return the likeliest language of a script and its share of the probability among that script's languages."""
-    codes = {IDENTIFIER_CODES.get(code, code): code for code, language in LANGUAGES.items() if language.script == script}
-    ranked = [(codes[code], share) for code, share in _identifier().rank(text) if code in codes]
-    code, share = ranked[0] if ranked else (USUAL[script], 1.0)
-    return code, share / (sum(share for _, share in ranked) or 1.0)
+def _of_text(script: str, text: str, page: Guess, target: str) -> str:
+    """The language of one text, of whose neighbours `page` is known."""
+    if script == "Han" and page.code != "ja":
+        return writing(text) or page.code  # characters that all write are right in each of them
+    if script not in USUAL:
+        return page.code
+    few = page.found and page.code != USUAL[script][0] and num_letters(script, text) < MIN_LETTERS
+    if few and page.code != target:
+        return page.code
+    ranking = rank(text, script)
+    likeliest, share = ranking[0]
+    if share >= MIN_SHARE:
+        return likeliest
+    if page.code != target or (page.found and (likeliest == target or share < MIN_HINT)):
+        return page.code
+    share, code = max((share, code) for code, share in ranking + page.ranking if code != target)
+    return code if share >= MIN_HINT else next(code for code in USUAL[script] if code != target)
+
+
+def writing(text: str) -> str | None:
+    """Who writes Han characters like these, by those that others do not have; None where nothing tells them apart."""
+    han = "".join(SCRIPT_PATTERNS["Han"].findall(text))
+    simplified, traditional, japanese = (set(han.encode(name, "ignore").decode(name)) for name in WRITINGS)
+    own = {
+        "zh-CN": len(simplified - traditional),
+        "zh-TW": len(traditional - simplified),
+        "ja": len(japanese - simplified - traditional),
+    }
+    best = max(own, key=own.get)
+    return best if own[best] else None
+
+
+def rank(text: str, script: str) -> list[tuple[str, float]]:
+    """The languages of a script that can be told apart, likeliest first, each with its share of their probability."""
+    codes = _identified(script)
+    found = [(codes[code], share) for code, share in _identifier().rank(text) if code in codes]
+    total = sum(share for _, share in found) or 1.0
+    return [(code, share / total) for code, share in found]
+
+
+@functools.cache
+def _identified(script: str) -> dict[str, str]:
+    """py3langid's code of each language of a script, and ours."""
+    return {IDENTIFIER_CODES.get(code, code): code for code, language in LANGUAGES.items() if language.script == script}
 
 
 def _identifier() -> Any:

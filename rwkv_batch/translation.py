@@ -12,30 +12,34 @@ MIN_TOKENS = 32  # every translation may have so many
 STEP_TOKENS = 64  # limits are rounded up to a multiple, so that few different ones are in use
 ENTRY_BYTES = 400  # a remembered sentence beside its texts
 
-_WHITESPACE = re.compile(r"\s+")
+# A blank line with all white space around it. It begins behind a visible character, so that no run is tried at each place.
+_BLANK_LINES = re.compile(r"(?<=\S)[^\S\n]*+\n[^\S\n]*+\n\s*+")
 _NUMBERED = r"\{\{?\d{1,6}\}?\}|</?[A-Za-z]{1,16}\d{1,6}\s?/?>"
 
 
-def split_paragraphs(text: str, max_parts: int | None = None) -> list[str]:
+def split_paragraphs(text: str, max_parts: int | None = None, field: str = "text_list") -> list[str]:
     """Cut a text at its blank lines; paragraphs and gaps alternate, a paragraph, maybe empty, at both ends.
 
     Joined they are the text again. Gaps also take the whitespace at the text's ends. InvalidRequest above `max_parts`.
     """
-    parts, begin = [], 0
-    for gap in _WHITESPACE.finditer(text):
-        if gap.start() == 0 or gap.end() == len(text) or gap[0].count("\n") > 1:
-            parts += [text[begin : gap.start()], gap[0]]
-            begin = gap.end()
-            if max_parts is not None and len(parts) > max_parts:
-                raise InvalidRequest("text_list: too many paragraphs", param="text_list")
-    return [*parts, text[begin:]]
+    first, last = len(text) - len(text.lstrip()), len(text.rstrip())
+    if first >= last:
+        return ["", text, ""] if text else [""]
+    parts, begin = ["", text[:first]] if first else [], first
+    for gap in _BLANK_LINES.finditer(text, first, last):
+        parts += [text[begin : gap.start()], gap[0]]
+        begin = gap.end()
+        if max_parts is not None and len(parts) > max_parts:
+            raise InvalidRequest(f"{field}: too many paragraphs", param=field)
+    parts.append(text[begin:last])
+    return [*parts, text[last:], ""] if last < len(text) else parts
 
 
-def split_all(texts: Sequence[str], max_parts: int) -> list[list[str]]:
-    """Cut several texts that may have `max_parts` parts together. Raises InvalidRequest."""
+def split_all(texts: Sequence[str], max_parts: int, field: str = "text_list") -> list[list[str]]:
+    """Cut several texts, the client's `field`, that may have `max_parts` parts together. Raises InvalidRequest."""
     found: list[list[str]] = []
     for text in texts:
-        found.append(split_paragraphs(text, max_parts))
+        found.append(split_paragraphs(text, max_parts, field))
         max_parts -= len(found[-1]) - 1
     return found
 

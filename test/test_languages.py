@@ -38,7 +38,8 @@ def test_simplified_and_traditional_have_names_of_their_own():
     ("given", "code"),
     [
         ("zh_cn", "zh-CN"), ("ZH-tw", "zh-TW"), ("zh-Hant-HK", "zh-TW"), ("zh", "zh-CN"), ("pt-BR", "pt"), ("iw", "he"),
-        ("Korean", "ko"), ("traditional chinese", "zh-TW"), (" en ", "en"), ("sr-Latn", "sr-Latn"), ("xx", None), ("", None),
+        ("Korean", "ko"), ("traditional chinese", "zh-TW"), ("Simplified Chinese", "zh-CN"), ("Chinese (Simplified)", "zh-CN"),
+        ("Chinese (Traditional)", "zh-TW"), (" en ", "en"), ("sr-Latn", "sr-Latn"), ("xx", None), ("", None),
         ("-", None), ("auto", None),
     ],
 )  # fmt: skip
@@ -69,9 +70,42 @@ def test_short_texts_are_judged_with_their_neighbours():
     page = ["Startseite", "Das Wetter ist heute schön und wir gehen alle spazieren.", "OK", "12:30", "Über uns", "你好"]
     assert detect(page) == ["de", "de", "de", "de", "de", "zh-CN"]
     assert detect(["東京", "今日はとても良い天気ですね。"]) == ["ja", "ja"]
-    assert detect(["東京", "这是一个很长的句子，我们说中文。"]) == ["zh-CN", "zh-CN"]
+    assert detect(["上海", "這是一個很長的句子，我們說中文。"]) == ["zh-TW", "zh-TW"]
+    assert detect(["東京", "这是一个很长的句子，我们说中文。"]) == ["zh-TW", "zh-CN"], "only one of the two writes 東 so"
     assert detect([]) == []
     assert detect(["", "123"]) == ["en", "en"]
+
+
+@pytest.mark.parametrize(
+    ("target", "page", "source"),
+    [
+        ("en", ["Inicio", "Productos", "Contacto", "Carrito", "Iniciar sesión"], "es"), ("en", ["Der Hund frisst Brot."], "de"),
+        ("en", ["El perro come pan."], "es"), ("en", ["Guten Morgen"], "de"), ("zh-CN", ["臺灣"], "zh-TW"),
+        ("zh-TW", ["台湾"], "zh-CN"), ("zh-CN", ["検索"], "ja"), ("zh-CN", ["佐々木"], "ja"),
+    ],
+)  # fmt: skip
+def test_short_texts_that_hint_at_another_language(target, page, source):
+    assert detect(page, target) == [source] * len(page)
+
+
+@pytest.mark.parametrize(
+    ("target", "page"),
+    [("en", ["Merhaba"]), ("en", ["Home", "Produkte", "Kontakt"]), ("en", ["OK"]), ("ru", ["Дом"]), ("ar", ["سلام"]),
+     ("hi", ["नमस्ते"])],
+)  # fmt: skip
+def test_a_language_that_is_only_assumed_is_not_the_target(target, page):
+    """Decision (p)."""
+    assert target not in detect(page, target)
+    assert set(detect(page)) == {target}, "without a target it is what such texts usually are in"
+
+
+def test_what_was_found_to_be_in_the_target_is_in_it():
+    english = ["Home", "Good night", "Guten Morgen", "The house is old and nobody lives there today."]
+    assert detect(english, "en") == ["en", "en", "de", "en"], "short texts go with the page, but for those that hint otherwise"
+    german = ["Startseite", "OK", "Add to cart", "Das Haus ist alt und niemand wohnt heute dort."]
+    assert detect(german, "de") == ["de", "de", "en", "de"]
+    assert detect(["你好", "国家"], "zh-CN") == ["zh-CN", "zh-CN"]
+    assert detect(["これは日本語です。", "東京"], "ja") == ["ja", "ja"]
 
 
 def test_scripts():
@@ -81,10 +115,18 @@ def test_scripts():
     assert script_of("What 中文 means in English") == "Latin"
     assert script_of("1 + 2 = 😀") == ""
     assert all(has_letters(text) for text in ("é", "ไทย", "文"))
-    assert not has_letters("12:30 — 😀 ∑→")
+    assert not has_letters("12:30 — 😀 ∑→ ½ ² ① Ⅳ ٣")
 
 
 def test_long_texts_take_no_long_time():
     began = time.process_time()
     assert detect(["x" * 5_000_000, "한" * 5_000_000, " " * 5_000_000]) == ["en", "ko", "en"]
     assert time.process_time() - began < 4
+
+
+def test_many_long_texts_are_only_glanced_at():
+    """As many texts as a call may have: what is looked at does not grow with them."""
+    detect(["The model is read with the first text."])
+    began = time.process_time()
+    assert set(detect(["the quick brown fox jumps over " * 130] * 4096)) == {"en"}
+    assert time.process_time() - began < 5

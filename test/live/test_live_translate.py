@@ -186,9 +186,52 @@ def test_other_names_and_forms(scripted):
     """Contract 1.8: the older path, a name for a code, and kiss-translator's fields."""
     assert texts_of(translate(scripted, ["Hello."], "English", "Chinese", path="/v1/immersive_translate")) == [ANSWER]
     one = scripted.post({"text": "Hello there.", "from": "auto", "to": "zh-CN"}, PATH)
-    assert one == (200, {"text": ANSWER, "src": "en"})
+    assert one == (200, {"text": ANSWER, "src": "en", "from": "en"})
     many = scripted.post({"texts": ["Hello.", ""], "from": "en", "to": "zh-CN"}, PATH)
     assert many == (200, {"translations": [{"text": ANSWER, "src": "en"}, {"text": "", "src": "en"}]})
+
+
+@pytest.mark.parametrize("nothing", ["", " ", "auto", None])
+def test_no_source_is_auto(scripted, nothing):
+    """Decision (p): the first version of kiss-translator sends "" for it, and hides texts `from` its target."""
+    text = "Good morning, this is a sentence."
+    answer = scripted.post({"text": text, "from": nothing, "to": "zh-CN"}, PATH)
+    assert answer == (200, {"text": ANSWER, "src": "en", "from": "en"})
+    assert scripted.post({"text": text, "from": nothing, "to": "en"}, PATH)[1] == {"text": text, "src": "en", "from": "en"}
+    assert translate(scripted, [text], nothing)[0]["detected_source_lang"] == "en"
+
+
+def test_several_texts_under_the_name_of_one(scripted):
+    answer = scripted.post({"text": ["Hello.", "There."], "from": "en", "to": "zh-CN"}, PATH)
+    assert answer == (200, {"translations": [{"text": ANSWER, "src": "en"}] * 2})
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"text": "a", "from": "qq", "to": "de"}, "from"),
+        ({"text": "a", "from": "en", "to": "qq"}, "to"),
+        ({"text": "a", "from": "en"}, "to"),
+        ({"text": {"a": 1}, "to": "de"}, "text"),
+        ({"texts": ["a", 5], "to": "de"}, "texts[1]"),
+        ({"texts": ["a"] * 4097, "to": "de"}, "texts"),
+        ({"texts": ["a\n\n" * 40_000], "to": "de"}, "texts"),
+        ({"text": "a", "to": ["de"]}, "to"),
+    ],
+)
+def test_errors_name_the_field_that_was_sent(scripted, body, field):
+    status, answer = scripted.post(body, PATH)
+    assert status == 400
+    assert answer["error"].removeprefix("invalid request: ").removeprefix("Missing ").partition(":")[0] == field
+
+
+def test_short_foreign_texts_are_translated(scripted):
+    """Decision (p): English is only assumed for them."""
+    texts = ["Inicio", "Productos", "Guten Morgen", "Merhaba", "OK", "½"]
+    items = translate(scripted, texts, "auto", "en")
+    assert texts_of(items) == [ANSWER] * 5 + ["½"]
+    assert all(item["detected_source_lang"] != "en" for item in items[:5])
+    assert texts_of(translate(scripted, ["臺灣"], "auto", "zh-CN")) == [ANSWER]
 
 
 def test_access(locked_scripted, folder):
