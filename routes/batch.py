@@ -83,7 +83,7 @@ class CountBody(Body):
     """What to count: the first of the three that is there."""
 
     text: str | None = None
-    messages: Messages | None = None
+    messages: Messages = Field(default_factory=list)
     contents: Texts | None = None
     enable_think: bool = False
 
@@ -93,15 +93,15 @@ class CountBody(Body):
         """A bare text is a list of one."""
         return [value] if isinstance(value, str) else value
 
-    def joined(self) -> str:
-        """The text whose tokens count. Raises InvalidRequest when there is none."""
+    def joined(self) -> tuple[str, str]:
+        """The text whose tokens count, and the field it stands in. Raises InvalidRequest when there is none."""
         if self.text is not None:
-            return self.text
-        if self.messages is not None:
+            return self.text, "text"
+        if self.messages:
             tail = prompts.chat_tail(think=self.enable_think)
-            return prompts.conversation([message.turn() for message in self.messages], tail)
+            return prompts.conversation([message.turn() for message in self.messages], tail), "messages"
         if self.contents is not None:
-            return "".join(self.contents)
+            return "".join(self.contents), "contents"
         raise InvalidRequest("Missing text or messages", param="text")
 
 
@@ -116,6 +116,9 @@ async def completions(call: Call) -> Plain | Answer:
 
 async def tokens_count(call: Call) -> Plain:
     """How many tokens a text has."""
-    text = validate(CountBody, call.body).joined()
-    (ids,) = await call.site.encode([text], "text")
+    text, field = validate(CountBody, call.body).joined()
+    try:
+        (ids,) = await call.site.encode([text], field)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message.replace(f"{field}[0]", field, 1), param=field) from None
     return json_reply({"tokens": len(ids) if text else 0})  # an empty prompt is fed token 0

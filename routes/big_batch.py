@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from routes.chat import NATIVE_ID, reply_to
+from routes.chat import NATIVE_ID, reply_to, templated
 from routes.reply import JSON, Answer, Call, Plain, json_reply
 from routes.schemas import ContentsBody, Messages
 from rwkv_batch import prompts
@@ -34,8 +34,9 @@ class BigBatchBody(ContentsBody):
     def texts(self) -> list[str]:
         """The raw prompts, or one prompt for each conversation."""
         tail = prompts.chat_tail(think=self.enable_think)
-        chats = [] if self.contents else self.chats
-        return self.contents or [prompts.conversation(turns(chat), tail) for chat in chats]
+        if self.contents:
+            return self.contents
+        return [templated(turns(chat), tail, f"chats[{index}].messages") for index, chat in enumerate(self.chats)]
 
     def sampling(self) -> SamplingParams:
         """Exact sampling at `temperature`; with noise the largest of logits/T + U(0, noise)."""

@@ -12,6 +12,7 @@ from routes.schemas import ContentsBody, Messages, PromptsBody, validate
 from rwkv_batch import prompts
 from rwkv_batch.channel import Event, error_of
 from rwkv_batch.errors import EngineFailed, InvalidRequest
+from rwkv_batch.prompts import Turn
 from rwkv_batch.request import Failure, Finish, Loop
 from sampling.params import SamplingParams
 
@@ -37,11 +38,21 @@ class V3Body(ContentsBody):
     messages: Messages = Field(default_factory=list)
 
     def texts(self) -> list[str]:
-        """The prompts; `contents` wins over `messages`."""
+        """The prompts; `contents` wins over `messages`, of which a user's only one is the same as one of `contents`."""
         tail = prompts.chat_tail(think=self.enable_think, closed=prompts.NO_THINK_V3)
         if self.contents or not self.messages:
             return [prompts.one_turn(text, tail) for text in self.contents]
-        return [prompts.conversation([message.turn() for message in self.messages], tail)]
+        if len(self.messages) == 1 and self.messages[0].role == "user":
+            return [prompts.one_turn(self.messages[0].content, tail)]
+        return [templated([message.turn() for message in self.messages], tail, "messages")]
+
+
+def templated(turns: list[Turn], tail: str, field: str) -> str:
+    """A conversation with an open answer. Raises InvalidRequest naming `field` when nobody says anything."""
+    prompt = prompts.conversation(turns, tail)
+    if prompt == tail:
+        raise InvalidRequest(f"Empty prompt: no text in {field}", param=field)
+    return prompt
 
 
 async def completions(call: Call) -> Plain | Answer:

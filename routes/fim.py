@@ -8,16 +8,17 @@ from routes.chat import NATIVE_ID, reply_to
 from routes.reply import Answer, Call, Plain
 from routes.schemas import PromptsBody, Texts
 from rwkv_batch import prompts
+from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest
 
 
 class FimBody(PromptsBody):
-    """Prefixes and suffixes, pair by pair. Without stops of its own a row ends at the mark that would begin the next one."""
+    """Prefixes and suffixes, pair by pair. A row also ends at the mark that would begin the next one, unless `ignore_eos`."""
 
     field: ClassVar[str] = "prefix"
     prefix: Texts = Field(default_factory=list)
     suffix: Texts = Field(default_factory=list)
-    stop_tokens: list[int | str] = Field(default_factory=lambda: [prompts.FIM_MARK])
+    stop_tokens: list[int | str] = Field(default_factory=list)
 
     @field_validator("prefix", "suffix", mode="before")
     @classmethod
@@ -32,6 +33,11 @@ class FimBody(PromptsBody):
                 f"prefix and suffix: as many of each, not {len(self.prefix)} and {len(self.suffix)}", param="suffix"
             )
         return [prompts.fill_in(prefix, suffix) for prefix, suffix in zip(self.prefix, self.suffix, strict=True)]
+
+    def stops(self, config: Config) -> tuple[list[int], list[bytes]]:
+        """See SamplingBody."""
+        ids, texts = super().stops(config)
+        return ids, texts if self.ignore_eos else [*texts, prompts.FIM_MARK.encode()]
 
 
 async def batch_fim(call: Call) -> Plain | Answer:

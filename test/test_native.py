@@ -1,5 +1,6 @@
 """Native bodies become requests with the rule, loop, stops and template of their route; and the rules by hand."""
 
+import asyncio
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -8,12 +9,12 @@ import pytest
 import quiet_robyn  # noqa: F401
 import torch
 
-from routes.batch import BatchContentsBody, BatchPromptsBody
+from routes.batch import BatchContentsBody, BatchPromptsBody, CountBody, tokens_count
 from routes.big_batch import BigBatchBody
 from routes.chat import V2Body, V3Body
 from routes.fim import FimBody
 from routes.reply import from_this_host
-from routes.schemas import ContentsBody, Message, validate
+from routes.schemas import ContentsBody, Message, prompt_ids, validate
 from routes.translate import Group, Paragraph, Work
 from rwkv_batch.config import Config
 from rwkv_batch.errors import EngineFailed, InvalidRequest
@@ -50,9 +51,24 @@ def test_defaults_of_fim():
     request = request_of(FimBody, prefix="a", suffix="b")
     assert (request.sampling.rule, request.stop_texts, request.stop_ids) == ("joint", ["✿".encode()], [])
     assert prompt_of(FimBody, prefix=["a"], suffix=["b"]) == "✿prefix✿✿suffix✿b✿middle✿a"
-    assert request_of(FimBody, prefix="a", suffix="b", stop_tokens=[0, 261]).stop_texts == []
     with pytest.raises(InvalidRequest, match="as many of each"):
         request_of(FimBody, prefix=["a"], suffix=[])
+
+
+@pytest.mark.parametrize(
+    ("more", "ids", "texts"),
+    [
+        ({"stop_tokens": [0, 261]}, [0, 261], ["✿"]),
+        ({"stop_tokens": ["x"]}, [], ["x", "✿"]),
+        ({"stop_tokens": []}, [], ["✿"]),
+        ({"ignore_eos": True}, [], []),
+        ({"ignore_eos": True, "stop_tokens": ["x"]}, [], ["x"]),
+    ],
+)
+def test_fim_stops_at_the_mark_whatever_stops_are_sent(more, ids, texts):
+    """Decision (q)."""
+    request = request_of(FimBody, prefix="a", suffix="b", **more)
+    assert (request.stop_ids, request.stop_texts) == (ids, [text.encode() for text in texts])
 
 
 def test_token_0_in_front():
@@ -80,6 +96,41 @@ def test_the_prompts_of_v3():
     assert prompt_of(V3Body, messages=messages, enable_think=True) == "System: s\n\nUser: a\n\nAssistant: <think"
     assert prompt_of(V3Body, contents=["a"], messages=messages).startswith("User: a\n\n")
     assert len(request_of(V3Body, contents=["a", "b"]).prompts) == 2
+
+
+@pytest.mark.parametrize("text", ["a\n\nb", "  hi  ", "\r\n x\t\n\n\n", ""])
+def test_a_single_user_message_of_v3_is_taken_as_it_is(text):
+    """Decision (q): as in `contents`."""
+    assert prompt_of(V3Body, messages=[{"role": "User", "content": text}]) == prompt_of(V3Body, contents=[text])
+
+
+NOTHING = [{"role": "user", "content": None}, {"role": "assistant", "content": " \n"}, {"role": "system", "content": ""}]
+
+
+def test_conversations_in_which_nobody_says_anything_are_refused():
+    with pytest.raises(InvalidRequest, match="Empty prompt") as refused:
+        prompt_of(V3Body, messages=NOTHING)
+    assert refused.value.param == "messages"
+    for chat in ({"messages": []}, {"messages": NOTHING}, {"messages": [], "system": " "}):
+        with pytest.raises(InvalidRequest, match=r"chats\[1\]\.messages") as refused:
+            request_of(BigBatchBody, chats=[{"messages": [{"content": "a"}]}, chat])
+        assert refused.value.param == "chats[1].messages"
+
+
+def test_an_error_about_what_is_counted_names_its_field():
+    assert validate(CountBody, {"messages": [], "contents": ["a", "b"]}).joined() == ("ab", "contents")
+    with pytest.raises(InvalidRequest, match="Missing text or messages"):
+        validate(CountBody, {"messages": []}).joined()
+
+    async def encode(texts, field):
+        return prompt_ids(texts, field, Config(max_prompt_tokens=2), list)
+
+    call = SimpleNamespace(site=SimpleNamespace(encode=encode))
+    for body in ({"text": "abc"}, {"messages": [{"content": "abc"}]}, {"contents": ["abc"]}):
+        call.body = body
+        with pytest.raises(InvalidRequest) as refused:
+            asyncio.run(tokens_count(call))
+        assert (refused.value.param, refused.value.message.partition(":")[0]) == (next(iter(body)),) * 2
 
 
 def test_messages():

@@ -1,5 +1,7 @@
 """The templates, to the token."""
 
+import time
+
 import pytest
 from models import tokenizer_for
 
@@ -84,3 +86,19 @@ def test_thoughts_of_earlier_answers_are_dropped(answer, expected):
 
 def test_translations_end_at_a_blank_line_and_at_the_next_field():
     assert translation_stops(["English", "Chinese"]) == ["\n\n", "\nEnglish:", "\nChinese:"]
+
+
+@pytest.mark.parametrize(
+    "piece", [" ", "\n", "\n ", " \n", "\r", " \t", ">", "<think", "<think>", "</think", "think>", " <think>\n"]
+)
+def test_time_grows_with_the_text_only(piece):
+    """Thirty times the text takes nowhere near nine hundred times as long."""
+
+    def seconds(num_characters: int) -> float:
+        text = piece * (num_characters // len(piece))
+        began = time.process_time()
+        for turn in (Turn("user", f"a{text}b"), Turn("assistant", text), Turn("assistant", f"<think{text}")):
+            conversation([turn], NO_THINK)
+        return time.process_time() - began
+
+    assert seconds(600_000) < 120 * max(seconds(20_000), 0.002)

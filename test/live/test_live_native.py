@@ -300,6 +300,7 @@ def test_v3_takes_a_conversation(scripted):
     right = "System: s\n\nUser: hi\n\nAssistant: yes\n\nUser: go\n\nAssistant: <think>\n</think>"
     assert tokens(messages=[*history, {"role": "system", "content": "s"}]) == count(right)
     assert scripted.post({"messages": []}, V3) == (400, {"error": "Empty prompts list"})
+    assert scripted.post({"messages": [{"role": "system", "content": " "}]}, V3)[0] == 400
     assert scripted.post({"messages": [{"content": [{"type": "image_url"}]}]}, V3)[0] == 400
 
 
@@ -312,6 +313,8 @@ def test_big_batch_of_chats(scripted):
     right = [f"System: be kind\n\nUser: hi\n\n{tail}", f"User: you\n\n{tail}"]
     counts = [scripted.post({"text": text}, "/v1/tokens/count")[1]["tokens"] for text in right]
     assert (status, answer["usage"]["prompt_tokens"]) == (200, sum(counts))
+    status, answer = scripted.post({"chats": [*chats, {"messages": []}]}, BIG)
+    assert (status, "chats[2].messages" in answer["error"]) == (400, True)
     for more in ({"noise": 0}, {"noise": 1.5}, {"temperature": 0}, {"temperature": 1.3, "seed": 5}):
         assert streamed(scripted, BIG, body_for(BIG, ["a"], **more)) == [ANSWER]
 
@@ -334,7 +337,8 @@ def test_tokens_count(scripted):
     assert scripted.post({"messages": [{"role": "user", "content": "hi"}]}, path) == (200, {"tokens": 15})
     assert scripted.post({"contents": ["English: Hello\n\n", "Chinese:"]}, path) == (200, {"tokens": 6})
     assert scripted.post({"text": ""}, path) == (200, {"tokens": 0})
-    assert scripted.post({}, path) == (400, {"error": "Missing text or messages"})
+    for nothing in ({}, {"messages": []}):
+        assert scripted.post(nothing, path) == (400, {"error": "Missing text or messages"})
 
 
 def test_status_and_stop_reach_all_http_processes(server):
