@@ -63,8 +63,11 @@ class Scoring:
 
 
 def is_scored(row: Row) -> bool:
-    """Whether the tokens that a row feeds are to be scored."""
-    return bool(row.ids) and row.sequence.request.prompt_logprobs is not None
+    """Whether what a row feeds scores tokens of its prompt; a prompt of one token is scored too, with nothing."""
+    sequence = row.sequence
+    if not row.ids or sequence.request.prompt_logprobs is None:
+        return False
+    return len(row.ids) > 1 or sequence.num_fed < len(sequence.prompt) or len(sequence.prompt) == 1
 
 
 def score(logits: Tensor, ids: Tensor, targets: Tensor, num_top: int) -> Scores:

@@ -34,6 +34,7 @@ class Scored(Harness):
     def __init__(self, **fields):
         super().__init__(**fields)
         self.scores: dict[int, list[TokenLogprob]] = {}
+        self.pieces: dict[int, list[int]] = {}  # tokens of each event with scores
         self.sampled: dict[int, list[TokenLogprob]] = {}
 
     def deliver(self, batch):
@@ -42,6 +43,7 @@ class Scored(Harness):
                 for score in event.scores if isinstance(event, Progress) else ():
                     assert score.index not in self.sampled, "the prompt comes first"
                     self.scores.setdefault(score.index, []).extend(score.tokens)
+                    self.pieces.setdefault(score.index, []).append(len(score.tokens))
                 for delta in event.deltas if isinstance(event, Progress) else ():
                     self.sampled.setdefault(delta.index, []).extend(delta.logprobs or [])
         super().deliver(batch)
@@ -78,6 +80,18 @@ def test_prompt_and_sampled_tokens_equal_the_oracle(budget):
             assert abs(token.logprob - row[token.id]) < TOLERANCE
             best = np.argsort(-row)[:2]
             assert [logprob for _, logprob in token.top] == pytest.approx(row[best].tolist(), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_a_prompt_is_wholly_scored_once(max_tokens):
+    """Also when its last piece is one token long, which scores nothing more; one of one token has one empty score."""
+    lengths = [1, 2, 16, 17, 18, 33, 49]
+    harness = scored([PROMPT[:length] for length in lengths], max_tokens=max_tokens, budget=16)
+    for index, length in enumerate(lengths):
+        pieces = harness.pieces[index]
+        assert sum(pieces) == length - 1
+        assert all(pieces) or length == 1
+        assert len(harness.finishes["r"]) == len(lengths)
 
 
 def test_the_sum_over_a_text_equals_the_sum_over_any_split():
