@@ -12,6 +12,7 @@ import torch
 
 from rwkv_batch import logprobs
 from rwkv_batch.decode_graphs import DecodeGraphs
+from rwkv_batch.errors import Unavailable
 from rwkv_batch.logprobs import Scoring, is_scored
 from rwkv_batch.model import Model
 from rwkv_batch.plan import Plan, Row
@@ -139,8 +140,11 @@ class Engine:
 
     @torch.inference_mode()
     def take(self, slot: int) -> Snapshot:
-        """Return a copy of a slot's state after all steps submitted so far."""
-        return self.state.take(slot)
+        """Return a copy of a slot's state after all steps submitted so far; Unavailable when there is no memory for it."""
+        try:
+            return self.state.take(slot)
+        except torch.OutOfMemoryError:
+            raise Unavailable("the device has no memory left for another state", code="out_of_memory") from None
 
     @torch.inference_mode()
     def put(self, slot: int, snapshot: Snapshot) -> None:

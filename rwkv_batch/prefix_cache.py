@@ -133,10 +133,10 @@ class PrefixCache:
         way = self._ways.get(sequence)
         return way is not None and way.waits_at is not None
 
-    def fed(self, sequence: Sequence, take: Callable[[], Snapshot]) -> list[Sequence]:
-        """A row was fed up to `num_fed`: keep its state, which `take` copies, if it is worth it.
+    def fed(self, sequence: Sequence, take: Callable[[], Snapshot | None]) -> list[Sequence]:
+        """A row was fed up to `num_fed`: keep its state, which `take` copies, if it is worth it and `take` finds memory.
 
-        Returns rows that waited for it and go on from there.
+        Returns rows that waited for it and go on from there, or without it from their first token.
         """
         way = self._ways.get(sequence)
         depth, rest = divmod(sequence.num_fed, BLOCK)
@@ -150,10 +150,13 @@ class PrefixCache:
         node = way.nodes[depth - 1]
         snapshot = node.snapshot or take()
         way.kept = sequence.num_fed
-        self._store(node, snapshot)
+        if snapshot is not None:
+            self._store(node, snapshot)
         followers, node.waiting = node.waiting, []
         for follower in followers:
-            self._begin_at(follower, self._ways[follower], node, snapshot)
+            self._ways[follower].waits_at = None
+            if snapshot is not None:
+                self._begin_at(follower, self._ways[follower], node, snapshot)
             self._plan_end(follower, self._ways[follower])
         return followers
 
@@ -215,7 +218,6 @@ class PrefixCache:
         """Let a row start from a state instead of from the first token."""
         sequence.initial = snapshot
         sequence.num_fed = sequence.cached = way.kept = node.num_tokens
-        way.waits_at = None
         self._totals["prefix_hits_total"] += 1
         self._totals["prefix_cached_tokens_total"] += node.num_tokens
 

@@ -5,6 +5,7 @@ submitted when a step's ids are read, so a row that stops has run one step too m
 whose state is kept is settled, which means brought to exactly the text that was shown.
 """
 
+import logging
 import queue
 import threading
 import time
@@ -19,13 +20,15 @@ import msgspec
 
 from rwkv_batch.engine import Engine, Step
 from rwkv_batch.errors import Conflict, EngineFailed, InvalidRequest, Overloaded, RwkvBatchError, Unavailable
-from rwkv_batch.plan import Plan
+from rwkv_batch.plan import Plan, Row
 from rwkv_batch.request import Delta, Failure, Finish, Progress, PromptScore, Reason, Request, Sequence, TokenLogprob
 from rwkv_batch.scheduler import Scheduler
 from rwkv_batch.sessions import Action, Answer, Deleted, Kept, Page
 from rwkv_batch.state import Snapshot
 from rwkv_batch.text_stream import Stops, TextStream
 from rwkv_batch.tokenizer import Tokenizer
+
+log = logging.getLogger("rwkv_batch.engine")
 
 Owner = Hashable
 Event = Progress | Failure
@@ -94,7 +97,8 @@ class RowText:
     count         sampled ids seen
     gathered      text safe to show that was not delivered yet, of the last `num_gathered` ids
     generated     all ids seen, only of rows whose state is kept
-    checkpoints   (n, snapshot after the prompt and n generated ids), oldest first, only of such rows
+    checkpoints   (n, snapshot after the prompt and n generated ids), only of such rows: the newest and, before it, the last
+                  one all of whose ids were shown when the newest was made
     reason        why the row ended, while it settles
     logprobs      of sampled ids, not delivered yet, and how many were; only of rows that asked
     num_scored    tokens of the prompt that were scored
@@ -300,8 +304,7 @@ class Worker:
     def _start(self, accepted: "_Accepted") -> None:
         request, owner, lease = accepted.request, accepted.owner, accepted.lease
         if isinstance(lease, RwkvBatchError):
-            self._count_started()
-            self._add_failure(request.id, owner, lease)
+            self._refuse(accepted, lease)
             return
         if lease is not None and lease.replay is not None:
             self._replay(accepted)
@@ -309,31 +312,48 @@ class Worker:
         try:
             sequences = self.scheduler.add(request)
         except ValueError as error:
-            if lease is not None:
-                lease.release()
-            self._count_started()
-            self._add_failure(request.id, owner, InvalidRequest(str(error)))
+            self._refuse(accepted, InvalidRequest(str(error)))
             return
-        initial, newlines = (lease.initial(), lease.newlines) if lease is not None else (None, 0)
-        if lease is not None and not request.session.keep:
-            lease.release()
-            lease = None
         ongoing = Ongoing(request, owner, len(sequences))
+        try:
+            rows = self._texts(ongoing, sequences, accepted)
+        except Exception as error:
+            self.scheduler.cancel(request.id)
+            self._refuse(accepted, _told(request, error))
+            return
         self._ongoing[request.id] = ongoing
-        if accepted.lease is not None:
+        self._rows |= rows
+        if lease is not None:
             self._progress(ongoing)  # empty: says that the turn was not refused
+            if not request.session.keep:
+                lease.release()
+        if request.max_tokens == 0 and request.prompt_logprobs is None and all(row.lease is None for row in rows.values()):
+            self._drop(request.id)  # nothing to compute
+            for sequence, row in rows.items():
+                del self._rows[sequence]
+                self._end(sequence, row, "length")
+
+    def _refuse(self, accepted: "_Accepted", error: RwkvBatchError) -> None:
+        """A request does not start."""
+        if accepted.lease is not None and not isinstance(accepted.lease, RwkvBatchError):
+            accepted.lease.release()
+        self._count_started()
+        self._add_failure(accepted.request.id, accepted.owner, error)
+
+    def _texts(self, ongoing: Ongoing, sequences: list[Sequence], accepted: "_Accepted") -> dict[Sequence, RowText]:
+        """Return the text side of a request's rows, which start from the session's state if it has one."""
+        request, lease = ongoing.request, accepted.lease
+        initial, newlines = (lease.initial(), lease.newlines) if lease is not None else (None, 0)
+        stops = NO_STOPS if request.sampling.min_tokens > 0 else accepted.stops
+        kept = lease if lease is not None and request.session.keep else None
+        rows = {}
         for sequence in sequences:
             if initial is not None:
                 sequence.initial = initial
                 if request.session.separate:
                     sequence.prompt = self._separated(sequence.prompt, newlines)
-            stops = NO_STOPS if request.sampling.min_tokens > 0 else accepted.stops
-            stream = TextStream(self.tokenizer.token_bytes, stops)
-            self._rows[sequence] = RowText(ongoing, stream, lease, sequence.prompt)
-        if request.max_tokens == 0 and lease is None and request.prompt_logprobs is None:  # nothing to compute
-            self._drop(request.id)
-            for sequence in sequences:
-                self._end(sequence, self._rows.pop(sequence), "length")
+            rows[sequence] = RowText(ongoing, TextStream(self.tokenizer.token_bytes, stops), kept, sequence.prompt)
+        return rows
 
     def _separated(self, prompt: list[int], newlines: int) -> list[int]:
         """Return the prompt with what makes one blank line between it and a text that ends in `newlines` newlines.
@@ -384,26 +404,44 @@ class Worker:
         step = self.engine.submit(plan)
         self._totals["steps_total"] += 1
         for row in plan.rows:
-            if row.ids:
-                self._totals["prompt_tokens_total"] += len(row.ids)
-                text = self._rows[row.sequence]
-                if row.start and not text.ongoing.started:
-                    text.ongoing.started = True
-                    self._count_started()
-                self._keep_prefix(row.sequence)
-                if text.lease is not None and row.sequence.num_fed == len(row.sequence.prompt):
-                    self._after_prompt(row.sequence, text)
-            elif (text := self._rows[row.sequence]).lease is not None:
-                self._checkpoint(row.sequence, text)
+            self._totals["prompt_tokens_total"] += len(row.ids)
+            text = self._rows.get(row.sequence)
+            if text is None:
+                continue  # another row of its request has failed just now
+            try:
+                self._submitted(row, text)
+            except Exception as error:
+                self._fail(text.ongoing, _told(text.ongoing.request, error))
         return step
+
+    def _submitted(self, row: Row, text: RowText) -> None:
+        """A row's part of a step is on its way: keep the states wanted behind it."""
+        if not row.ids:
+            if text.lease is not None:
+                self._checkpoint(row.sequence, text)
+            return
+        if row.start and not text.ongoing.started:
+            text.ongoing.started = True
+            self._count_started()
+        self._keep_prefix(row.sequence)
+        if text.lease is not None and row.sequence.num_fed == len(row.sequence.prompt):
+            self._after_prompt(row.sequence, text)
 
     def _keep_prefix(self, sequence: Sequence) -> None:
         """A part of a prompt is fed: others may start from the state there."""
         prefixes = self.scheduler.prefixes
         if prefixes is not None and not sequence.settling:
-            followers = prefixes.fed(sequence, lambda: self.engine.take(sequence.slot))
+            followers = prefixes.fed(sequence, lambda: self._take_prefix(sequence.slot))
             if followers:
                 self.scheduler.resume(followers)
+
+    def _take_prefix(self, slot: int) -> Snapshot | None:
+        """Return a copy of the state; None where there is no memory for it."""
+        try:
+            return self.engine.take(slot)
+        except Unavailable as error:
+            log.warning("a prefix is not kept: %s", error.message)
+            return None
 
     def _after_prompt(self, sequence: Sequence, row: RowText) -> None:
         """The ids to feed of a row whose state is kept are all fed."""
@@ -419,45 +457,50 @@ class Worker:
         """Keep the state every CHECKPOINT_TOKENS ids; it holds one generated id less than were sampled."""
         num_fed = sequence.num_sampled - 1
         if num_fed % CHECKPOINT_TOKENS == 0:
+            newest = row.checkpoints[-1:]
+            row.checkpoints = newest if newest and newest[0][0] <= row.stream.num_shown else row.checkpoints[:1]
             row.checkpoints.append((num_fed, self.engine.take(sequence.slot)))
-            while len(row.checkpoints) > 1 and row.checkpoints[1][0] <= row.stream.num_shown:
-                row.checkpoints.pop(0)  # the next one is wholly visible too
 
     def _read(self, step: Step) -> None:
         """Turn a step's ids into text; end rows that stopped."""
         for sequence, tokens in step.scoring.collect() if step.scoring is not None else ():
             self._add_scores(sequence, tokens)
-        for sequence, id, logprobs in self.engine.collect(step):
-            row = self._rows.get(sequence)
+        for token in self.engine.collect(step):
+            row = self._rows.get(token.sequence)
             if row is None or row.reason is not None:
                 continue  # ended one step ago
-            if row.lease is not None and row.lease.revoked:
-                self._fail(row.ongoing, Conflict("the session was deleted during the turn", code="session_deleted"))
-                continue
-            if id is None:
-                self.scheduler.finish(sequence, poisoned=True)
-                self._end(sequence, self._rows.pop(sequence), "error")
-                continue
-            self._totals["generation_tokens_total"] += 1
-            text, stopped = row.stream.feed(id)
-            row.count += 1
-            row.num_gathered += 1
-            if text:
-                row.gathered += text
-            if logprobs is not None:
-                row.logprobs.append(logprobs)
-            if row.lease is not None:
-                row.generated.append(id)
-            request = row.ongoing.request
-            if row.count == request.sampling.min_tokens:
-                row.stream.arm(_stops(tuple(request.stop_ids), tuple(request.stop_texts)))
-            if stopped:
-                self._ended(sequence, row, "stop")
-            elif row.count == request.max_tokens:
-                row.gathered += row.stream.finish()
-                self._ended(sequence, row, "length")
-            elif row.gathered and 0 < request.chunk_size <= row.num_gathered:
-                self._add_delta(sequence, row)
+            try:
+                self._read_token(row, *token)
+            except Exception as error:
+                self._fail(row.ongoing, _told(row.ongoing.request, error))
+
+    def _read_token(self, row: RowText, sequence: Sequence, id: int | None, logprobs: TokenLogprob | None) -> None:
+        if row.lease is not None and row.lease.revoked:
+            raise Conflict("the session was deleted during the turn", code="session_deleted")
+        if id is None:
+            self.scheduler.finish(sequence, poisoned=True)
+            self._end(sequence, self._rows.pop(sequence), "error")
+            return
+        self._totals["generation_tokens_total"] += 1
+        text, stopped = row.stream.feed(id)
+        row.count += 1
+        row.num_gathered += 1
+        if text:
+            row.gathered += text
+        if logprobs is not None:
+            row.logprobs.append(logprobs)
+        if row.lease is not None:
+            row.generated.append(id)
+        request = row.ongoing.request
+        if row.count == request.sampling.min_tokens:
+            row.stream.arm(_stops(tuple(request.stop_ids), tuple(request.stop_texts)))
+        if stopped:
+            self._ended(sequence, row, "stop")
+        elif row.count == request.max_tokens:
+            row.gathered += row.stream.finish()
+            self._ended(sequence, row, "length")
+        elif row.gathered and 0 < request.chunk_size <= row.num_gathered:
+            self._add_delta(sequence, row)
 
     def _ended(self, sequence: Sequence, row: RowText, reason: Reason) -> None:
         """The row's text is complete; its state is not yet, when it is kept."""
@@ -478,15 +521,18 @@ class Worker:
 
     def _commit(self, sequence: Sequence, row: RowText, snapshot: Snapshot) -> None:
         """Give the state away to be kept. The row's text is delivered now, its end when the state is kept."""
+        newlines = self._newlines(row)
         self.scheduler.finish(sequence)
         del self._rows[sequence]
         if row.gathered or row.logprobs:
             self._add_delta(sequence, row, row.reason)
         finish = _finish(sequence, row, row.reason)
         answer = Answer("".join(row.said), row.reason, finish.prompt_tokens, finish.completion_tokens, finish.cached_tokens)
-        row.lease.commit(
-            snapshot, self._newlines(row), answer, lambda kept: self._inbox.put(_Committed(row.ongoing, finish, kept))
-        )
+        try:
+            row.lease.commit(snapshot, newlines, answer, lambda kept: self._inbox.put(_Committed(row.ongoing, finish, kept)))
+        except Exception:
+            row.lease.release()
+            raise
 
     def _committed(self, message: "_Committed") -> None:
         """A row's state is kept, or could not be."""
@@ -624,6 +670,14 @@ class _Inbox:
                 messages.append(self._queue.get_nowait())
         except queue.Empty:
             return messages
+
+
+def _told(request: Request, error: Exception) -> RwkvBatchError:
+    """What is told of an error that concerns one request alone; one that nobody designed goes to the log."""
+    if isinstance(error, RwkvBatchError):
+        return error
+    log.error("request %s failed", request.id, exc_info=error)
+    return EngineFailed("internal error", code="internal")
 
 
 def _finish(sequence: Sequence, row: RowText, reason: Reason) -> Finish:

@@ -4,6 +4,7 @@ import random
 import time
 
 import pytest
+import torch
 from models import TINY
 from test_worker import GREEDY, Harness
 
@@ -147,6 +148,26 @@ def test_a_poisoned_row_leaves_no_state_behind():
     harness.submit("next", [prompt] * 2, max_tokens=4)
     harness.run()
     assert set(harness.texts["next"].values()) == {expected.texts["r"][0]}
+
+
+def test_without_memory_for_a_prefix_rows_are_fed_whole():
+    rng = random.Random(8)
+    prompt = prompt_of(rng, 200)
+    texts = []
+    for full in (False, True):
+        harness = harness_with(PrefixCache(2**30), slots=8, budget=64)
+        if full:
+
+            def take(slot):
+                raise torch.OutOfMemoryError("no room")
+
+            harness.engine.state.take = take
+        harness.submit("r", [prompt] * 4 + [prompt[:150]], max_tokens=6)
+        harness.run()
+        assert not harness.failures
+        assert harness.scheduler.num_free == 8
+        texts.append(dict(harness.texts["r"]))
+    assert texts[0] == texts[1]
 
 
 def test_memory_is_bounded_and_the_least_used_goes_first():

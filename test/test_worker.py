@@ -10,6 +10,7 @@ import torch
 from models import TINY, random_weights, tokenizer_for
 from test_model import greedy, run
 
+from rwkv_batch.assembly import CHECKPOINTS
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import Overloaded, Unavailable
 from rwkv_batch.model import Model
@@ -289,6 +290,27 @@ def visible_ids(tokenizer, ids, fields):
     return kept + tokenizer.encode_bytes(data[size:])
 
 
+@pytest.mark.parametrize(("count", "num_visible"), [(100, 100), (300, 0)])
+def test_a_row_holds_two_checkpoints_however_much_text_is_held_back(count, num_visible):
+    """Every token may yet be part of the stop text; at last it is, or there were too few of them."""
+    harness, prompt = Harness(slots=2), [66, 67]
+    params = SamplingParams(logit_bias=((97, 100.0),), temperature=0, alpha_presence=0, alpha_frequency=0)
+    names = ["a", "b"]
+    for name in names:
+        harness.submit(name, [prompt], sampling=params, max_tokens=count, stop_texts=[b"a" * 256], session=Session(name=name))
+    most = 0
+    while harness.worker._ongoing or harness.worker._inbox._queue.qsize():
+        harness.worker.turn()
+        most = max([most, *(len(row.checkpoints) for row in harness.worker._rows.values())])
+    assert most == CHECKPOINTS
+    state, ids = State(harness.engine.model.weights.shape, 1), prompt + [97] * num_visible
+    run(harness.engine.model, ids, [len(ids)], slot=0, state=state)
+    for name in names:
+        kept = harness.sessions.states[name]
+        assert kept.elapsed == len(ids)
+        assert (kept.wkv - state.wkv[:, 0]).abs().max() < 1e-4
+
+
 def test_a_second_turn_continues_the_first():
     """Two turns equal one row over the joined text."""
     harness = Harness(vocab=65536)
@@ -391,6 +413,48 @@ def test_what_ended_before_a_fatal_error_has_ended():
         harness.worker.run()
     assert harness.finishes["short"][0].reason == "length"
     assert set(harness.failures) == {"long"}
+
+
+@pytest.mark.parametrize("where", ["start", "text", "commit", "memory"])
+def test_an_error_inside_one_request_ends_it_alone(where, monkeypatch):
+    """A state that cannot be read, text that cannot be made, a state that cannot be given away, no memory for a copy of one."""
+    harness = Harness(slots=4)
+    expected = alone(list(b"fine"), max_tokens=40)
+    harness.submit("before", [list(b"fine")] * 2, max_tokens=40)
+    for _ in range(3):
+        harness.worker.turn()
+
+    def broken(*args):
+        raise torch.OutOfMemoryError("no room") if where == "memory" else ValueError("a defect")
+
+    plain = harness.sessions.lease
+
+    def lease(request, ready):
+        def spoil(given):
+            given.initial = broken if where == "start" else given.initial
+            given.commit = broken if where == "commit" else given.commit
+            ready(given)
+
+        plain(request, spoil)
+
+    harness.sessions.lease = lease
+    if where == "memory":
+        monkeypatch.setattr(harness.engine.state, "take", broken)
+    harness.submit("bad", [list(b"bad")], max_tokens=10, session=Session(name="s"))
+    harness.submit("after", [list(b"fine")], max_tokens=40)
+    harness.worker.turn()
+    if where == "text":
+        next(row for s, row in harness.worker._rows.items() if s.request.id == "bad").stream = None
+    harness.run()
+    assert set(harness.failures) == {"bad"}
+    failure = harness.failures["bad"]
+    known = ("Unavailable", "out_of_memory") if where == "memory" else ("EngineFailed", "internal")
+    assert (failure.error, failure.code) == known
+    assert "defect" not in failure.message
+    assert harness.sessions.released == ["s"]
+    assert [harness.texts["before"][0], harness.texts["before"][1], harness.texts["after"][0]] == [expected] * 3
+    assert harness.scheduler.num_free == 4
+    assert harness.worker.stats()["requests_waiting"] == 0
 
 
 def test_requests_that_wait_for_their_session_count_as_waiting():
