@@ -213,24 +213,25 @@ class ChatAnswer(Answer):
         super().__init__(call, body, request)
         self.num_top = body.num_logprobs
         self.thoughts = [Thought(body.thought_begun) if body.splits else None for _ in range(self.num_choices)]
-        raw = body.thinking != "fast" and not body.splits
+        raw = body.how_to_think != "fast" and not body.splits
         self.raw_start = THINK_TAG + (">" + body.thought_begun if body.thought_begun else "") if raw else ""
         self.splits = body.splits
+        self.hides = body.splits and body.thought_shown == "hidden"
         self.contents: list[list[str]] = [[self.raw_start] for _ in range(self.num_choices)]
         self.reasonings: list[list[str]] = [[] for _ in range(self.num_choices)]
         self.logprobs: list[list[dict[str, Any]]] = [[] for _ in range(self.num_choices)]
 
     def take(self, delta: Delta) -> None:
         """See Answer."""
-        thought, text = self._split(delta)
+        thought, text, logprobs = self._split(delta)
         self.reasonings[delta.index].append(thought)
         self.contents[delta.index].append(text)
-        self.logprobs[delta.index] += self._described(delta.logprobs)
+        self.logprobs[delta.index] += self._described(logprobs)
 
     def choice(self, index: int) -> dict[str, Any]:
         """See Answer."""
         message: dict[str, Any] = {"role": "assistant"}
-        if self.splits:
+        if self.splits and not self.hides:
             message["reasoning_content"] = "".join(self.reasonings[index]) + self.thoughts[index].finish()
         return {
             "index": index,
@@ -245,10 +246,10 @@ class ChatAnswer(Answer):
 
     def delta_chunk(self, delta: Delta) -> str:
         """See Answer."""
-        thought, text = self._split(delta)
+        thought, text, tokens = self._split(delta)
         logprobs = None
-        if self.num_top is not None and delta.logprobs:
-            logprobs = {"content": self._described(delta.logprobs), "refusal": None}
+        if self.num_top is not None and tokens:
+            logprobs = {"content": self._described(tokens), "refusal": None}
         if not (thought or text or logprobs or self.tells_usage_often):
             return ""
         added = {"reasoning_content": thought} if thought else {}
@@ -257,7 +258,7 @@ class ChatAnswer(Answer):
     def end_chunk(self, finish: Finish) -> str:
         """The reason, after what was held back."""
         rest = ""
-        if self.splits:
+        if self.splits and not self.hides:
             thought = self.thoughts[finish.index].finish()
             rest = self._chunk(finish.index, {"reasoning_content": thought}) if thought else ""
         return rest + self._chunk(finish.index, {}, reason=finish.reason)
@@ -267,14 +268,16 @@ class ChatAnswer(Answer):
     ) -> str:
         return self.chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
 
-    def _split(self, delta: Delta) -> tuple[str, str]:
-        """What a piece adds to the thought and to the answer; counts the thought's tokens."""
+    def _split(self, delta: Delta) -> tuple[str, str, list[TokenLogprob] | None]:
+        """What a piece adds to the thought and to the answer, and its log-probabilities; counts the thought's tokens."""
         thought = self.thoughts[delta.index]
         if thought is None:
-            return "", delta.text
-        if thought.thinking:
+            return "", delta.text, delta.logprobs
+        began_inside = thought.thinking
+        if began_inside:
             self.num_reasoning += delta.tokens
-        return thought.feed(delta.text)
+        inside, answer = thought.feed(delta.text)
+        return ("", answer, None if began_inside else delta.logprobs) if self.hides else (inside, answer, delta.logprobs)
 
     def _described(self, tokens: list[TokenLogprob] | None) -> list[dict[str, Any]]:
         """The tokens that are visible: a stop id is not."""

@@ -8,10 +8,11 @@ from pydantic import Field, PrivateAttr, field_validator
 
 from routes.openai import answer_with
 from routes.openai_answers import Answer, new_id
-from routes.openai_schemas import NO_LIMIT, GenerationBody, at_most, read
+from routes.openai_schemas import NO_LIMIT, ChatMessage, GenerationBody, at_most, read
+from routes.openai_thinking import ThinkingFields
 from routes.reply import DONE, Call, Plain, dumps, error_document, json_reply
 from routes.reply import Answer as Stream
-from routes.schemas import MAX_ID, Message, Texts
+from routes.schemas import MAX_ID, Texts
 from rwkv_batch import prompts
 from rwkv_batch.channel import Event, error_of
 from rwkv_batch.config import Config
@@ -25,17 +26,28 @@ PREFIX = "resp"
 MAX_METADATA = 16  # as OpenAI allows
 
 
-class Item(Message):
+class Item(ChatMessage):
     """One message of the input; other items are refused."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"] = "user"
 
+    @field_validator("type", mode="before")
+    @classmethod
+    def explain(cls, value: Any) -> Any:
+        """Say what is missing for the items that agents send."""
+        if isinstance(value, str) and value.endswith(("_call", "_call_output")):
+            raise ValueError("calls of tools and their outputs are not supported by this server")
+        if value == "item_reference":
+            raise ValueError("items are not kept by this server; send their messages, or previous_response_id")
+        return value
 
-class ResponseBody(GenerationBody):
+
+class ResponseBody(GenerationBody, ThinkingFields):
     """POST responses."""
 
     field: ClassVar[str] = "input"
+    enable_think: bool | None = None
 
     input: Annotated[list[Item], Field(fail_fast=True)] = Field(default_factory=list)
     instructions: str = ""
@@ -46,7 +58,6 @@ class ResponseBody(GenerationBody):
     store: bool = True
     metadata: Annotated[dict[str, str], at_most(MAX_METADATA)] = Field(default_factory=dict)
     text: dict[str, Any] = Field(default_factory=dict)
-    reasoning: dict[str, Any] = Field(default_factory=dict)
     include: Texts = Field(default_factory=list)
     background: bool = False
     top_logprobs: int = 0
@@ -57,9 +68,17 @@ class ResponseBody(GenerationBody):
     @field_validator("input", mode="before")
     @classmethod
     def one_is_a_list(cls, value: Any) -> Any:
-        """A text is a user's message, alone or in a list."""
+        """A text is a user's message, alone or in a list. Thoughts of earlier answers are left out, as in chats."""
         items = [value] if isinstance(value, str) else value
-        return [{"content": item} if isinstance(item, str) else item for item in items] if isinstance(items, list) else items
+        if not isinstance(items, list):
+            return items
+        said = [item for item in items if not (isinstance(item, dict) and item.get("type") == "reasoning")]
+        return [{"content": item} if isinstance(item, str) else item for item in said]
+
+    @property
+    def thought_asked_by(self) -> str:
+        """The field that says most about thinking."""
+        return next((name for name in ThinkingFields.model_fields if name in self.model_fields_set), "reasoning")
 
     @property
     def own_id(self) -> str:
@@ -78,7 +97,7 @@ class ResponseBody(GenerationBody):
             "prompt": self.prompt is not None,
             "include": "message.output_text.logprobs" in self.include,
             "top_logprobs": self.top_logprobs > 0,
-            "reasoning": self.reasoning.get("effort") not in (None, "none", "minimal"),
+            self.thought_asked_by: self.how_to_think != "fast",
             "text": (self.text.get("format") or {"type": "text"}) != {"type": "text"},
         }
         for name in (name for name, wanted in unsupported.items() if wanted):

@@ -5,11 +5,12 @@ refused by name.
 import json
 import logging
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from routes.openai_thinking import BUDGETS, ThinkingFields, ThoughtFields
 from routes.schemas import (
     DEFAULT_STOPS,
     END_ID,
@@ -18,7 +19,7 @@ from routes.schemas import (
     MAX_STOPS,
     Body,
     Ids,
-    Messages,
+    Message,
     PromptsBody,
     SomeBody,
     Texts,
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 END_TEXT = "<|endoftext|>"  # stands for token 0 at the start of a raw prompt, and is plain text everywhere else
 
-# Fields that would change the text, and the values that do not.
+# Fields that would change the text, inner ones behind a dot, and the values that do not.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -49,11 +50,22 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "use_beam_search": (False,),
     "repetition_penalty": (1,),
+    "repeat_penalty": (1,),
+    "rep_pen": (1,),
+    "encoder_repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "penalty_alpha": (0,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "smoothing_factor": (0,),
+    "top_n_sigma": (-1, 0),
+    "dynatemp_range": (0,),
     "length_penalty": (1,),
     "min_p": (0,),
     "typical_p": (1,),
     "top_a": (0,),
     "tfs": (1,),
+    "tfs_z": (1,),
     "mirostat": (0,),
     "mirostat_mode": (0,),
     "dry_multiplier": (0,),
@@ -76,7 +88,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
+    "prefix": ("", False),
     "return_token_ids": (False,),
+    **BUDGETS,
 }
 # Fields that change nothing here, so that they are not worth a line in the log.
 IGNORED = {
@@ -89,12 +103,6 @@ MAX_BIASES = 65536  # the setting is lower
 NO_LIMIT = -1  # as max_tokens: as many as the server allows
 PENALTIES = ("alpha_presence", "alpha_frequency", "presence_penalty", "frequency_penalty")
 noted: set[str] = set()  # unknown fields that were logged
-
-THINK_TYPES = {
-    "fast": "fast", "free": "free", "preferChinese": "preferChinese", "prefer_chinese": "preferChinese",
-    "en": "en", "enShort": "enShort", "en_short": "enShort", "enLong": "enLong", "en_long": "enLong",
-}  # fmt: skip
-EFFORTS = {"none": "fast", "minimal": "fast", "low": "enShort", "medium": "free", "high": "enLong", "xhigh": "enLong"}
 
 
 def at_most(number: int) -> BeforeValidator:
@@ -119,7 +127,9 @@ def split_ends(text: str) -> tuple[list[int], str]:
 def read(kind: type[SomeBody], data: dict[str, Any]) -> SomeBody:
     """Check a parsed body. Raises InvalidRequest naming the field that is wrong or not supported."""
     for name, neutral in REFUSED.items():
-        value = data.get(name)
+        value: Any = data
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
         if value is not None and value not in neutral and name not in kind.model_fields:
             raise InvalidRequest(f"{name}: not supported by this server", param=name, code="unsupported_parameter")
     for name in data.keys() - kind.model_fields.keys() - REFUSED.keys() - IGNORED - noted:
@@ -232,17 +242,42 @@ class GenerationBody(PromptsBody):
         return msgspec.structs.replace(super().to_request(request_id, config, encode), copies=self.n)
 
 
-class Conversation(BaseModel):
+class ChatMessage(Message):
+    """One message as the SDK sends it: an answer in the history may be a refusal."""
+
+    refusal: str | None = None
+    prefix: bool | None = None
+    partial: bool | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def read_refusals(cls, value: Any) -> Any:
+        """A part that is a refusal is text."""
+        if not isinstance(value, list):
+            return value
+        refused = [isinstance(part, dict) and part.get("type") == "refusal" for part in value]
+        return [part.get("refusal") if is_refusal else part for part, is_refusal in zip(value, refused, strict=True)]
+
+    @field_validator("prefix", "partial")
+    @classmethod
+    def refuse_beginnings(cls, value: bool | None) -> bool | None:
+        """Some servers go on with an answer that the client has begun."""
+        if value:
+            raise ValueError("not supported by this server, which begins each answer itself")
+        return value
+
+    def turn(self) -> Turn:
+        """See Message."""
+        said = super().turn()
+        return said if self.content or not self.refusal else Turn(said.role, self.refusal)
+
+
+class Conversation(ThinkingFields):
     """The fields that make a chat's prompt."""
 
-    messages: Messages = Field(default_factory=list)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(default_factory=list)
     contents: Texts = Field(default_factory=list)  # further user texts
     system: str = ""
-    think_type: str | None = None
-    enable_think: bool | None = None
-    think: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("contents", mode="before")
     @classmethod
@@ -250,28 +285,10 @@ class Conversation(BaseModel):
         """A bare text is a list of one."""
         return [value] if isinstance(value, str) else value
 
-    @field_validator("think_type")
-    @classmethod
-    def know_type(cls, value: str | None) -> str | None:
-        """One word for each type."""
-        if value is not None and value not in THINK_TYPES:
-            raise ValueError(f"one of {', '.join(sorted(set(THINK_TYPES.values())))}")
-        return value and THINK_TYPES[value]
-
-    @property
-    def thinking(self) -> str:
-        """How the model is to think, a value of THINK_TYPES; the most explicit wish wins."""
-        if self.think_type is not None:
-            return self.think_type
-        for wish in (self.enable_think, self.think, self.chat_template_kwargs.get("enable_thinking")):
-            if wish is not None:
-                return "free" if wish else "fast"
-        return EFFORTS[self.reasoning_effort] if self.reasoning_effort is not None else "fast"
-
     @property
     def thought_begun(self) -> str:
         """What the prompt holds of the thought."""
-        return prompts.CHINESE_THOUGHT if self.thinking == "preferChinese" else ""
+        return prompts.CHINESE_THOUGHT if self.how_to_think == "preferChinese" else ""
 
     def templated(self) -> str:
         """The conversation with an open answer. Raises InvalidRequest when nobody says anything."""
@@ -283,34 +300,32 @@ class Conversation(BaseModel):
 
     def tail(self) -> str:
         """How the prompt ends."""
-        if self.thinking == "preferChinese":
+        if self.how_to_think == "preferChinese":
             return f"{prompts.THINK}>{prompts.CHINESE_THOUGHT}"
-        return prompts.chat_tail(think=self.thinking != "fast")
+        return prompts.chat_tail(think=self.how_to_think != "fast")
 
     def _with_length(self, turns: list[Turn]) -> list[Turn]:
         """Ask for a length of the thought behind the last user text."""
-        words = prompts.THOUGHT_LENGTHS.get(self.thinking, "")
+        words = prompts.THOUGHT_LENGTHS.get(self.how_to_think, "")
         last = max((place for place, turn in enumerate(turns) if turn.role == "user" and turn.text.strip()), default=None)
         if words and last is not None:
             turns[last] = Turn("user", turns[last].text.rstrip() + words)
         return turns
 
 
-class ChatBody(GenerationBody, Conversation):
+class ChatBody(GenerationBody, Conversation, ThoughtFields):
     """POST chat/completions with `messages`."""
 
     field: ClassVar[str] = "messages"
     enable_think: bool | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_ID)
-    separate_reasoning: bool = True
-    reasoning_format: str = "auto"
     session_id: str | None = None
 
     @property
     def splits(self) -> bool:
-        """Whether thoughts are told apart, and not left in the text with their tags."""
-        return self.thinking != "fast" and self.separate_reasoning and self.reasoning_format != "none"
+        """Whether thoughts are told from the answer, and not left in it with their tags."""
+        return self.how_to_think != "fast" and self.thought_shown != "within"
 
     @property
     def num_logprobs(self) -> int | None:

@@ -231,6 +231,18 @@ def test_minus_one_token_is_as_many_as_the_server_allows():
         ({"reasoning_effort": "high", "enable_think": False}, "User: hi\n\nAssistant: <think>\n</think>\n"),
         ({"think_type": "en_long", "enable_think": False}, "User: hi (think a lot)\n\nAssistant: <think"),
         ({"think_type": "prefer_chinese"}, "User: hi\n\nAssistant: <think>嗯"),
+        ({"reasoning_effort": "max"}, "User: hi (think a lot)\n\nAssistant: <think"),
+        ({"enable_thinking": True}, "User: hi\n\nAssistant: <think"),
+        ({"enable_thinking": False, "reasoning_effort": "high"}, "User: hi\n\nAssistant: <think>\n</think>\n"),
+        ({"enable_thinking": True, "reasoning_effort": "high"}, "User: hi (think a lot)\n\nAssistant: <think"),
+        ({"thinking": {"type": "enabled"}}, "User: hi\n\nAssistant: <think"),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "low"}, "User: hi\n\nAssistant: <think>\n</think>\n"),
+        ({"thinking": True}, "User: hi\n\nAssistant: <think"),
+        ({"reasoning": {"effort": "low", "summary": "auto"}}, "User: hi (think a bit)\n\nAssistant: <think"),
+        ({"reasoning": {"enabled": True}}, "User: hi\n\nAssistant: <think"),
+        ({"reasoning": {"effort": None}, "thinking": None}, "User: hi\n\nAssistant: <think>\n</think>\n"),
+        ({"chat_template_kwargs": {"thinking": True, "other": 1}}, "User: hi\n\nAssistant: <think"),
+        ({"chat_template_kwargs": {"reasoning_effort": "high"}}, "User: hi (think a lot)\n\nAssistant: <think"),
         ({"system": "Be kind."}, "System: Be kind.\n\nUser: hi\n\nAssistant: <think>\n</think>\n"),
         ({"contents": "more"}, "User: hi\n\nUser: more\n\nAssistant: <think>\n</think>\n"),
         ({"messages": [], "contents": ["hi"]}, "User: hi\n\nAssistant: <think>\n</think>\n"),
@@ -247,10 +259,17 @@ def test_roles_and_parts():
         {"role": "tool", "content": "42", "tool_call_id": "x"},
         {"role": "developer", "content": "D"},
         {"role": "assistant", "content": "<think>no</think>yes"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I "}, {"type": "text", "text": "will not"}]},
+        {"role": "assistant", "content": None, "refusal": "No.", "prefix": False},
     ]
     assert text_of(to_request(ChatBody, {"messages": messages})) == (
-        "System: D\n\nUser: ab\n\nUser: Function output:\n42\n\nAssistant: yes\n\nAssistant: <think>\n</think>\n"
+        "System: D\n\nUser: ab\n\nUser: Function output:\n42\n\nAssistant: yes\n\nAssistant: I will not\n\nAssistant: No.\n\n"
+        "Assistant: <think>\n</think>\n"
     )
+    for wrong in ({"prefix": True}, {"partial": True}, {"content": [{"type": "refusal"}]}):
+        with pytest.raises(InvalidRequest) as error:
+            to_request(ChatBody, {"messages": [*HI, {"role": "assistant", "content": "a", **wrong}]})
+        assert error.value.param == f"messages[1].{next(iter(wrong))}"
 
 
 def test_fields_that_would_change_the_text_are_refused_by_name():
@@ -258,7 +277,16 @@ def test_fields_that_would_change_the_text_are_refused_by_name():
         with pytest.raises(InvalidRequest) as error:
             chat(**fields)
         assert (error.value.param, error.value.code) == (next(iter(fields)), "unsupported_parameter")
-    assert chat(tools=[], min_p=0, response_format={"type": "text"}, top_a=None, unknown=[1]) == chat()
+    for name, value in (
+        ("repeat_penalty", 1.1), ("thinking_budget", 100), ("thinking.budget_tokens", 1024), ("reasoning.max_tokens", 10),
+        ("chat_template_kwargs.thinking_budget", 9), ("prefix", "a"), ("no_repeat_ngram_size", 3),
+    ):  # fmt: skip
+        outer, _, inner = name.partition(".")
+        with pytest.raises(InvalidRequest) as error:
+            chat(**{outer: {inner: value} if inner else value})
+        assert (error.value.param, error.value.code) == (name, "unsupported_parameter")
+    neutral = {"min_p": 0, "repetition_penalty": 1.0, "repeat_penalty": 1, "thinking_budget": -1, "reasoning": {}, "prefix": ""}
+    assert chat(tools=[], response_format={"type": "text"}, top_a=None, unknown=[1], **neutral) == chat()
 
 
 def test_responses_become_conversations():
@@ -285,6 +313,8 @@ def test_responses_become_conversations():
         {"input": 5},
         {"input": "a", "background": True},
         {"input": "a", "reasoning": {"effort": "high"}},
+        {"input": "a", "enable_thinking": True},
+        {"input": [{"type": "reasoning", "summary": []}]},
         {"input": "a", "prompt": {"id": "pmpt_1"}},
         {"input": [{"role": "tool", "content": "a"}]},
         {"input": [{"type": "function_call_output", "call_id": "c", "output": "5"}]},
@@ -292,6 +322,31 @@ def test_responses_become_conversations():
     ):
         with pytest.raises(InvalidRequest):
             response(**fields)
+
+
+def test_items_of_a_history():
+    """Thoughts are left out as in chats; what would be lost silently is refused in words."""
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "status": "completed"}
+    request = to_request(ResponseBody, {"input": ["a", thought, said, "b"], "reasoning": {"effort": "none", "summary": "auto"}})
+    assert text_of(request) == "User: a\n\nAssistant: No.\n\nUser: b\n\nAssistant:"
+    for item, why in (
+        ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}, "calls of tools"),
+        ({"type": "function_call_output", "call_id": "c", "output": "5"}, "calls of tools"),
+        ({"type": "item_reference", "id": "msg_1"}, "not kept"),
+    ):
+        with pytest.raises(InvalidRequest, match=why) as error:
+            to_request(ResponseBody, {"input": ["a", item]})
+        assert error.value.param == "input[1].type"
+    for fields in (
+        {"enable_think": True},
+        {"think_type": "en"},
+        {"thinking": {"type": "enabled"}},
+        {"reasoning_effort": "low"},
+    ):
+        with pytest.raises(InvalidRequest) as error:
+            to_request(ResponseBody, {"input": "a", **fields})
+        assert (error.value.param, error.value.code) == (next(iter(fields)), "unsupported_parameter")
 
 
 # --- before the tokenizer is there ---
@@ -484,6 +539,47 @@ def test_thoughts_and_their_tokens():
     message = json.loads(raw.document(step(deltas, [Finish(0, "stop", 1, 7)])))["choices"][0]["message"]
     assert message["content"] == "<think>\nHm.\n</think>\n\nYes!"
     assert "reasoning_content" not in message
+
+
+@pytest.mark.parametrize(
+    "fields", [{"include_reasoning": False}, {"reasoning_format": "hidden"}, {"reasoning": {"exclude": True}}]
+)
+def test_a_hidden_thought_is_counted_and_not_shown(fields):
+    texts = [">", "Hm", ".", "</think>", "\n\nYes", "!"]
+    deltas = [Delta(0, text, 1, [TokenLogprob(97 + place, -1.0, [])]) for place, text in enumerate(texts)]
+    events = [*(step([delta]) for delta in deltas), step([], [Finish(0, "stop", 1, 6)])]
+    asked = {"enable_think": True, "logprobs": True, "stream_options": {"include_usage": True}, **fields}
+    whole, stream = (answer_to(ChatAnswer, ChatBody, **asked) for _ in range(2))
+    document = json.loads([whole.document(event) for event in events][-1])
+    (choice,) = document["choices"]
+    assert (choice["message"]["content"], "reasoning_content" in choice["message"]) == ("Yes!", False)
+    assert [token["token"] for token in choice["logprobs"]["content"]] == ["e", "f"], "those of the answer"
+    assert document["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
+    *chunks, last, _ = [chunk for event in events for chunk in payloads(stream.chunks(event))]
+    assert last["usage"] == document["usage"]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == "Yes!"
+    assert not any("reasoning_content" in choice["delta"] for choice in choices)
+    assert [token for choice in choices for token in (choice["logprobs"] or {}).get("content", [])] == choice["logprobs"][
+        "content"
+    ]
+    cut = answer_to(ChatAnswer, ChatBody, **asked)
+    ended = payloads(cut.chunks(step([Delta(0, ">Hm</thi", 3)], [Finish(0, "length", 1, 3)])))
+    assert not any(
+        "reasoning_content" in chunk["choices"][0]["delta"] for chunk in ended if chunk != "[DONE]" and chunk["choices"]
+    )
+
+
+def test_formats_of_thoughts():
+    def shown(**fields) -> str:
+        return read(ChatBody, {"messages": HI, **fields}).thought_shown
+
+    assert shown() == shown(reasoning_format="parsed") == shown(include_reasoning=True) == "apart"
+    assert shown(separate_reasoning=False) == shown(reasoning_format="raw") == shown(reasoning_format="none") == "within"
+    assert shown(separate_reasoning=False, include_reasoning=False) == "hidden"
+    with pytest.raises(InvalidRequest) as error:
+        chat(reasoning_format="no such")
+    assert error.value.param == "reasoning_format"
 
 
 @pytest.mark.parametrize(

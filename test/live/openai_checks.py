@@ -352,6 +352,7 @@ def check_stream_equals_whole(target: Target) -> None:
         {"temperature": 0, "logprobs": True, "top_logprobs": 1, "stop": ["e", "?"]},
         {"temperature": 1, "seed": 4, "enable_think": True},
         {"temperature": 1, "seed": 4, "enable_think": True, "separate_reasoning": False},
+        {"temperature": 1, "seed": 4, "thinking": {"type": "enabled"}, "reasoning_format": "hidden", "logprobs": True},
     ):
         body = {"messages": HELLO, "max_tokens": 16, **fields}
         whole = target.post("/v1/chat/completions", body)["choices"]
@@ -444,6 +445,8 @@ def check_web_chats(target: Target) -> None:
         raw = target.post("/v1/chat/completions", {**body, **switch})["choices"][0]["message"]
         assert raw["content"].startswith("<think")
         assert "reasoning_content" not in raw
+    hidden = target.post("/v1/chat/completions", {**body, "include_reasoning": False})
+    assert hidden["choices"][0]["message"] == {"role": "assistant", "content": apart["content"], "refusal": None}
     status, _, headers = target.request("POST", "/v1/chat/completions", {**body, "stream": True})
     assert (status, headers["content-type"]) == (200, "text/event-stream")
 
@@ -461,6 +464,7 @@ def check_fields(target: Target) -> None:
     for refused in (
         {"tools": [{"type": "function"}]}, {"tool_choice": "required"}, {"response_format": {"type": "json_object"}},
         {"functions": [{}]}, {"min_p": 0.1}, {"repetition_penalty": 1.2}, {"guided_json": {}}, {"grammar": "root"},
+        {"repeat_penalty": 1.1}, {"thinking": {"type": "enabled", "budget_tokens": 99}}, {"prefix": "a"},
         {"modalities": ["audio"]}, {"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}, {"min_tokens": 99},
         {"messages": [{"role": "robot", "content": "x"}]}, {"think_type": "x"}, {"logit_bias": {"5": 1000}}, {"n": 0},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
