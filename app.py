@@ -9,7 +9,9 @@ settings come in by it, orders and reports pass over it, and its end means that 
 
 import contextlib
 import ctypes
+import faulthandler
 import logging
+import math
 import os
 import selectors
 import shutil
@@ -34,7 +36,7 @@ from rwkv_batch.config import Config, find_model, load
 from rwkv_batch.errors import CheckpointError, RwkvBatchError, Unavailable, UsageError
 
 if TYPE_CHECKING:
-    from rwkv_batch.channel import EngineInfo
+    from rwkv_batch.channel import EngineInfo, EngineServer
 
 log = logging.getLogger("rwkv_batch.app")
 
@@ -42,8 +44,12 @@ EXIT_USAGE, EXIT_ENGINE, EXIT_CRASHES = 2, 70, 71
 FOLDER_PREFIX = "rwkv-batch-"
 MAX_BASE = 68  # bytes of the path before that: those of a socket may be 103 in all
 HTTP_STOP_SECONDS = 3.0  # from the order to stop until a process is killed
-STEADY_SECONDS = 10.0  # a process that lived longer has started well
 MAX_FAILED_STARTS = 5
+MAX_PAUSE = 30.0  # until an HTTP process that failed to start is started again
+BEAT_SECONDS = 0.5  # between two signs of life of a child
+TICK_SECONDS = 0.25  # a longer turn of the supervisor counts as so much: it slept itself, and the children perhaps with it
+STACKS_SECONDS = 1.0  # that a silent child gets to say where it hangs
+KILL_SECONDS = 5.0  # until a killed process is gone, unless the kernel holds it
 SWITCH_SECONDS = 0.05  # the HTTP processes' threads hold the interpreter's lock for microseconds; forced switches only cost
 
 
@@ -67,7 +73,9 @@ class Child:
         self.index = index
         self.ready = False
         self.idle = False
-        self.began = time.monotonic()
+        self.silent = 0.0  # seconds since its last sign of life, as `wait` counts them
+        self.suspected = False
+        self._patience = (config.start_silence_seconds, getattr(config, f"{role}_silence_seconds"))
         self._unread = b""
         self.socket, theirs = socket.socketpair()
         hidden = ("ROBYN_", "RWKV_BATCH_PASSWORD", "RWKV_BATCH_API_KEY", "RWKV_BATCH_CONFIG")
@@ -92,12 +100,26 @@ class Child:
             self.socket.sendall(word.encode() + b"\n")
 
     def reports(self) -> list[dict[str, Any]]:
-        """What the child has said since last time."""
+        """What the child has said since last time, without its signs of life."""
         with contextlib.suppress(OSError):
             while data := self.socket.recv(65536):
                 self._unread += data
+                self.silent, self.suspected = 0.0, False
         *lines, self._unread = self._unread.split(b"\n")
-        return [msgspec.json.decode(line) for line in lines]
+        return [msgspec.json.decode(line) for line in lines if line]
+
+    def wait(self, seconds: float) -> None:
+        """So much time has passed without a word: a child that is silent for too long shows its stacks and is killed."""
+        before, self.silent = self.silent, self.silent + seconds
+        patience = self._patience[self.ready]
+        if not patience or self.silent <= patience:
+            return
+        if not self.suspected:
+            self.suspected = True
+            log.error("%s has given no sign of life for %.0f s and is killed", self.name, self.silent)
+            self.process.send_signal(signal.SIGUSR2)
+        elif before <= patience + STACKS_SECONDS < self.silent:
+            self.process.kill()
 
 
 class Supervisor:
@@ -114,6 +136,7 @@ class Supervisor:
         self.announced = False
         self.signals: list[int] = []
         self.draining_until: float | None = None
+        self.watched = time.monotonic()
         self.selector = selectors.DefaultSelector()
 
     def run(self) -> int:
@@ -140,13 +163,13 @@ class Supervisor:
             for child in self.children:
                 child.process.kill()
             for child in self.children:
-                child.process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.process.wait(KILL_SECONDS)
 
     def turn(self) -> int | None:
         """Look at everything once; returns the exit code when it is time to go."""
+        self.listen()
         for child in list(self.children):
-            for report in child.reports():
-                self.hear(child, report)
             status = child.process.poll()
             if status is not None and (code := self.bury(child, status)) is not None:
                 if self.announced:
@@ -166,6 +189,18 @@ class Supervisor:
             self.due.remove(start)
             self.start(*start[1:])
         return None
+
+    def listen(self) -> None:
+        """Take the reports of all children, and notice which are silent.
+
+        Time counts only while the supervisor runs: after a sleep of the machine, or of all of us, nobody is to blame.
+        """
+        now = time.monotonic()
+        seconds, self.watched = min(now - self.watched, TICK_SECONDS), now
+        for child in self.children:
+            for report in child.reports():
+                self.hear(child, report)
+            child.wait(seconds)
 
     def start(self, role: str, index: int) -> None:
         """Start one process."""
@@ -211,13 +246,15 @@ class Supervisor:
             log.error("the engine ended %s and is started again", reason)
             self.due.append((now + 0.2, "engine", 0))
             return None
-        # An HTTP process can be ended from outside by a malformed body, so only failing to start counts against the server.
+        # An HTTP process can be ended from outside by a malformed body, so only failing to start counts against the server,
+        # and only when there is no other one that serves.
         self.failed_starts = 0 if child.ready else self.failed_starts + 1
-        if self.failed_starts >= MAX_FAILED_STARTS:
+        serving = any(other.role == "http" and other.ready for other in self.children)
+        if self.failed_starts >= MAX_FAILED_STARTS and not serving:
             log.error("the HTTP process ended %s before it could serve, %d times; giving up", reason, self.failed_starts)
             return EXIT_CRASHES
         log.error("%s ended %s and is started again", child.name, reason)
-        pause = 0.0 if now - child.began > STEADY_SECONDS else 0.5
+        pause = min(MAX_PAUSE, 0.25 * 2**self.failed_starts) if self.failed_starts else 0.0
         self.due.append((now + pause, "http", child.index))
         return None
 
@@ -230,17 +267,23 @@ class Supervisor:
             child.order("drain")
 
     def stop(self) -> int:
-        """End the HTTP processes, then the engine; what does not end in time, or before the next signal, is killed."""
+        """End the HTTP processes, then the engine; what does not end in time is killed, and all at the next signal."""
         code = 0
         for role, seconds in (("http", HTTP_STOP_SECONDS), ("engine", self.config.engine_stop_seconds)):
             group = [child for child in self.children if child.role == role]
             for child in group:
                 child.order("stop")
             deadline = time.monotonic() + seconds
-            while any(child.process.poll() is None for child in group):
-                if self.signals or time.monotonic() > deadline:
-                    log.error("killing what has not ended: %s", ", ".join(child.name for child in group))
+            while late := [child for child in group if child.process.poll() is None]:
+                if self.signals:
                     return 1  # `run` kills the rest
+                if time.monotonic() > deadline:
+                    log.error("killing what has not ended: %s", ", ".join(child.name for child in late))
+                    for child in late:
+                        child.process.kill()
+                    code = 1
+                    break
+                self.listen()
                 time.sleep(0.01)
             if any(child.process.poll() for child in group):
                 code = 1
@@ -372,6 +415,11 @@ class Control:
         with contextlib.suppress(OSError):
             self._socket.sendall(msgspec.json.encode({"event": event, **more}) + b"\n")
 
+    def beat(self) -> None:
+        """Give the supervisor a sign of life; never waits: one that sleeps itself needs none."""
+        with contextlib.suppress(OSError):
+            self._socket.send(b"\n", socket.MSG_DONTWAIT)
+
     def listen(self, orders: dict[str, Callable[[], None]]) -> None:
         """Obey in a thread; when the supervisor is gone, end this process."""
 
@@ -386,6 +434,7 @@ class Control:
 
 def child_main(role: str) -> int:
     """Be an HTTP process or the engine."""
+    faulthandler.register(signal.SIGUSR2)  # how the supervisor asks a process that hangs where
     # The supervisor decides when to stop; signals meant for it may reach all of us (a service manager sends them to the group).
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     control = Control()
@@ -429,8 +478,6 @@ def address_in(folder: Path) -> str:
 
 def engine_main(control: Control, config: Config, folder: Path) -> int:
     """The engine process: load, then step until told to stop."""
-    import faulthandler
-
     from rwkv_batch.channel import EngineServer
 
     faulthandler.enable()
@@ -445,6 +492,8 @@ def engine_main(control: Control, config: Config, folder: Path) -> int:
         server.worker.stop()
 
     control.listen({"drain": server.drain, "stop": stop})
+    watching = (control, server, config.watchdog_seconds, stopping)
+    threading.Thread(target=watch, args=watching, name="watchdog", daemon=True).start()
     server.start()
     try:
         if config.fake_engine is not None:
@@ -457,8 +506,6 @@ def engine_main(control: Control, config: Config, folder: Path) -> int:
         return EXIT_USAGE
     server.attach(worker)
     control.report("ready", info=worker.info)
-    if config.watchdog_seconds:
-        threading.Thread(target=watch, args=(worker, config.watchdog_seconds), name="watchdog", daemon=True).start()
     try:
         worker.run()
     except Exception:
@@ -467,17 +514,23 @@ def engine_main(control: Control, config: Config, folder: Path) -> int:
     return 0 if stopping.is_set() else EXIT_ENGINE
 
 
-def watch(worker: Any, seconds: float) -> None:
-    """End this process when the worker takes longer than `seconds` for a turn."""
-    import faulthandler
+def watch(control: Control, server: "EngineServer", seconds: float, stopping: threading.Event) -> None:
+    """Give signs of life as long as the worker goes on; end this process when it takes longer than `seconds` for a turn.
 
+    A worker that stops takes its time to write its sessions, and the supervisor bounds that.
+    """
+    pause = min(BEAT_SECONDS, (seconds or math.inf) / 4)
+    last_step, stuck = None, 0.0
     while True:
-        time.sleep(min(1.0, seconds / 4))
-        late = time.monotonic() - worker.last_step
-        if late > seconds:
-            log.error("no step for %.0f s: the engine hangs and ends", late)
+        time.sleep(pause)
+        stuck += pause  # not by the clock: it also runs while this process sleeps
+        if server.worker is None or stopping.is_set() or server.worker.last_step != last_step:
+            last_step, stuck = server.worker and server.worker.last_step, 0.0
+        if seconds and stuck > seconds:
+            log.error("no step for %.0f s: the engine hangs and ends", stuck)
             faulthandler.dump_traceback(all_threads=True)
             os._exit(EXIT_ENGINE)
+        control.beat()
 
 
 def http_main(control: Control, config: Config, folder: Path) -> int:
@@ -514,6 +567,10 @@ def http_main(control: Control, config: Config, folder: Path) -> int:
         sys.stderr.flush()
         os._exit(0)
 
+    def beat(loop: asyncio.AbstractEventLoop) -> None:
+        control.beat()
+        loop.call_later(BEAT_SECONDS, beat, loop)
+
     async def up() -> None:
         try:
             restore = narrow_affinity(control.birth.index, config.pin_http)
@@ -522,6 +579,7 @@ def http_main(control: Control, config: Config, folder: Path) -> int:
             loop = asyncio.get_running_loop()
             loop.call_later(0.5, restore)  # the pool has its size by then
             loop.call_later(0.05, control.report, "ready")
+            beat(loop)
         except Exception:
             log.exception("the HTTP process cannot start")
             os._exit(1)

@@ -232,9 +232,13 @@ def call_back(callback: Callable | None, *args: Any) -> Any:
 
 
 class Worker(Protocol):
-    """What the engine server asks of the worker; submit and the cancels are called in the server's thread."""
+    """What the engine server asks of the worker; submit and the cancels are called in the server's thread.
+
+    last_step  when its loop last went round, as time.monotonic() says
+    """
 
     info: EngineInfo
+    last_step: float
 
     def submit(self, request: Request, owner: bytes) -> None:
         """Take a request; raise Overloaded, Unavailable or InvalidRequest."""

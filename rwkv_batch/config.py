@@ -145,6 +145,19 @@ class Config:
         60.0, "life", "time that the engine gets to write its sessions after that", low=1, high=86400
     )
     watchdog_seconds: float = setting(120.0, "life", "a step that takes longer ends the engine; 0 = never", low=0, high=86400)
+    http_silence_seconds: float = setting(
+        10.0, "life", "an HTTP process whose event loop stands still for longer is replaced; 0 = never", low=0, high=86400
+    )
+    engine_silence_seconds: float = setting(
+        30.0, "life", "an engine of which no thread runs for longer is replaced; 0 = never", low=0, high=86400
+    )
+    start_silence_seconds: float = setting(
+        300.0,
+        "life",
+        "the same for a process that is starting: loading may stop all threads for long; 0 = never",
+        low=0,
+        high=86400,
+    )
     max_crashes: int = setting(3, "life", "engine crashes within the crash window that end the server", low=1, high=1000)
     crash_window_seconds: float = setting(300.0, "life", "see --max-crashes", low=1, high=86400)
     heartbeat: float = setting(0.5, "life", "time between two signs of life of engine and HTTP processes", low=0.05, high=10)

@@ -2,11 +2,15 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from models import ROOT
 
 import app
@@ -32,6 +36,154 @@ def test_a_child_that_dies_at_birth_is_found_dead_later(monkeypatch):
     child = app.Child("http", 0, Config(), Path("/nowhere"))
     assert child.reports() == []
     child.socket.close()
+
+
+class FrozenProcess:
+    """In place of a child's process: never ends, notes what it is sent."""
+
+    pid = 0
+
+    def __init__(self, command, *, stdin, **more):
+        self.theirs = socket.socket(fileno=os.dup(stdin.fileno()))
+        self.sent = []
+
+    def poll(self):
+        return None
+
+    def send_signal(self, number):
+        self.sent.append(number)
+
+    def kill(self):
+        self.sent.append(signal.SIGKILL)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Hands of the clock that app.py reads; appending moves them on."""
+    times = [1000.0]
+    monkeypatch.setattr(app.time, "monotonic", lambda: times[-1])
+    return times
+
+
+@pytest.fixture
+def supervised(monkeypatch, clock):
+    """A supervisor with one ready child of each role, which hang."""
+    monkeypatch.setattr(subprocess, "Popen", FrozenProcess)
+    supervisor = app.Supervisor(Config(http_silence_seconds=5, engine_silence_seconds=20), Path("/nowhere"))
+    for role in ("http", "engine"):
+        supervisor.start(role, 0)
+        supervisor.children[-1].ready = True
+    yield supervisor
+    supervisor.selector.close()
+    for child in supervisor.children:
+        child.socket.close()
+        child.process.theirs.close()
+
+
+def run_for(supervisor, clock, seconds, pause=0.1):
+    for _ in range(round(seconds / pause)):
+        clock.append(clock[-1] + pause)
+        supervisor.listen()
+
+
+def test_a_silent_child_shows_its_stacks_and_is_killed(supervised, clock):
+    http, engine = supervised.children
+    run_for(supervised, clock, 4.8)
+    assert http.process.sent == []
+    run_for(supervised, clock, 0.5)
+    assert http.process.sent == [signal.SIGUSR2]
+    run_for(supervised, clock, 5)
+    assert http.process.sent == [signal.SIGUSR2, signal.SIGKILL]
+    assert engine.process.sent == []
+    run_for(supervised, clock, 30)
+    assert engine.process.sent == http.process.sent == [signal.SIGUSR2, signal.SIGKILL]
+
+
+def test_a_child_that_gives_signs_of_life_lives(supervised, clock):
+    http, engine = supervised.children
+    for _ in range(10):
+        run_for(supervised, clock, 4)
+        for child in (http, engine):
+            child.process.theirs.send(b"\n")
+    run_for(supervised, clock, 5.5)
+    http.process.theirs.send(b"\n")  # it was only slow
+    run_for(supervised, clock, 4)
+    assert http.process.sent == [signal.SIGUSR2]
+    assert engine.process.sent == []
+
+
+def test_a_process_that_starts_has_more_time(supervised, clock):
+    for child in supervised.children:
+        child.ready = False
+    run_for(supervised, clock, 290)
+    assert [child.process.sent for child in supervised.children] == [[], []]
+    run_for(supervised, clock, 12)
+    assert all(signal.SIGKILL in child.process.sent for child in supervised.children)
+
+
+def test_nobody_is_blamed_for_the_supervisors_own_sleep(supervised, clock):
+    clock.append(clock[-1] + 3600)
+    run_for(supervised, clock, 4)
+    clock.append(clock[-1] + 3600)
+    supervised.listen()
+    assert [child.process.sent for child in supervised.children] == [[], []]
+
+
+def test_an_engine_that_steps_gives_signs_of_life_and_one_that_slept_is_not_ended(monkeypatch):
+    """The process may be stopped between two looks: only looks count, not the clock."""
+    monkeypatch.setattr(app.time, "sleep", lambda seconds: worker.turn())
+    monkeypatch.setattr(app.faulthandler, "dump_traceback", lambda **more: None)
+    ended = []
+
+    class Ended(BaseException):
+        pass
+
+    def end(code):
+        ended.append(code)
+        raise Ended
+
+    monkeypatch.setattr(app.os, "_exit", end)
+
+    class Worker:
+        last_step = 0.0
+        turns = 0
+
+        def turn(self):
+            self.turns += 1
+            if self.turns < 100:
+                self.last_step += 1000.0
+
+    class Control:
+        beats = 0
+
+        def beat(self):
+            self.beats += 1
+
+    worker, control = Worker(), Control()
+    with pytest.raises(Ended):
+        app.watch(control, SimpleNamespace(worker=worker), 10.0, threading.Event())
+    assert ended == [app.EXIT_ENGINE]
+    assert 100 + 10 / app.BEAT_SECONDS <= worker.turns <= 102 + 10 / app.BEAT_SECONDS
+    assert control.beats == worker.turns - 1
+
+
+def test_an_http_process_that_cannot_start_does_not_end_those_that_serve(supervised):
+    http, _ = supervised.children
+    for _ in range(2 * app.MAX_FAILED_STARTS):
+        supervised.due.clear()
+        supervised.start("http", 1)
+        assert supervised.bury(supervised.children[-1], -signal.SIGBUS) is None
+    (when, *_), now = supervised.due[0], app.time.monotonic()
+    assert now + 5 < when <= now + app.MAX_PAUSE
+    http.ready = False
+    supervised.start("http", 1)
+    assert supervised.bury(supervised.children[-1], -signal.SIGBUS) == app.EXIT_CRASHES
+
+
+def test_an_http_process_that_served_is_started_again_at_once(supervised):
+    http, _ = supervised.children
+    assert supervised.bury(http, -signal.SIGABRT) is None
+    assert supervised.due == [(app.time.monotonic(), "http", 0)]
 
 
 def test_listening_sockets_get_their_options_and_nothing_stays_open(tmp_path):

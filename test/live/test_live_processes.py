@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from memory_model import write_memory
 from server_process import PATIENCE, ROOT, STRICT, ServerProcess, wait_until
 
 from bench.client import open_stream
@@ -318,6 +319,67 @@ def test_a_hung_step_ends_the_engine_which_comes_back(folder):
         wait_until(lambda: serves(server), 5.0, "serving again")
         assert "the engine hangs and ends" in server.output
         assert "ended with status 70" in server.output
+
+
+# A server's own children get these ways to hang: the thread that steps, or that runs the event loop, acts on signals.
+HANGING = """
+import itertools, signal, sys
+if "--role" in sys.orig_argv:
+    signal.signal(signal.SIGUSR1, lambda *_: all(iter(lambda: True, None)))
+    signal.signal(signal.SIGWINCH, lambda *_: sum(itertools.repeat(0)))
+"""
+SPIN, HOLD_LOCK = signal.SIGUSR1, signal.SIGWINCH
+
+
+def test_processes_that_hang_are_replaced_and_a_server_that_slept_is_not(folder):
+    (folder / "sitecustomize.py").write_text(HANGING)
+    args = ("--http-silence-seconds", "2", "--engine-silence-seconds", "2", "--watchdog-seconds", "2", "--max-crashes", "9")
+    with ServerProcess(*FRESH, *args, folder=folder, env={"PYTHONPATH": str(folder)}) as server:
+
+        def replaced(role: str, *numbers: signal.Signals) -> None:
+            before = server.children(role)
+            for pid, number in zip(before, numbers, strict=True):
+                os.kill(pid, number)
+            what = f"{role} after {', '.join(number.name for number in numbers)}"
+            took = wait_until(lambda: not set(before) & set(server.children(role)) and server.all_ready(2), 8.0, what)
+            print(f"{what}: replaced after {took:.1f} s")
+            assert serves(server)
+
+        replaced("http", signal.SIGSTOP, SPIN)
+        replaced("engine", HOLD_LOCK)
+        assert server.output.count("has given no sign of life") == 3
+        assert 'sitecustomize.py", line 5 in' in server.output  # it says where it hangs
+
+        everybody = [*server.children("http"), *server.children("engine")]
+        for pid in (server.process.pid, *everybody):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        for pid in (server.process.pid, *everybody):
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(1.0)
+        assert [*server.children("http"), *server.children("engine")] == everybody
+        assert serves(server)
+
+        os.kill(server.children("engine")[0], signal.SIGSTOP)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 1
+        print(f"stopped with a frozen engine after {time.monotonic() - began:.1f} s")
+        assert time.monotonic() - began < 5 * PATIENCE
+
+
+def test_http_processes_that_do_not_stop_cost_the_engine_nothing(folder):
+    args = ("--drain-seconds", "0", "--durability", "shutdown", "--threads", "1", "--http-silence-seconds", "0")
+    model = write_memory(folder / "bytes.pth", 256)
+    with ServerProcess(*args, folder=folder, model=model) as server:
+        assert server.post({"contents": ["a"], "max_tokens": 2, "session_id": "s"}, "/state/chat/completions")[0] == 200
+        for pid in server.children("http"):
+            os.kill(pid, signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 1
+        assert "killing what has not ended: HTTP process 0, HTTP process 1" in server.output
+    with ServerProcess("--threads", "1", "--http-workers", "1", folder=folder, model=model) as server:
+        assert server.post({}, "/state/status")[1]["total_sessions"] == 1
 
 
 def test_repeated_crashes_end_the_server_with_71(folder):
