@@ -323,6 +323,7 @@ def announce(config: Config, info: "EngineInfo") -> None:
     if not config.password and not config.api_keys and not config.loopback:
         say("  WARNING  anyone who can reach this address can use the server: set --password-file, or RWKV_BATCH_PASSWORD")
     body = '{"contents": ["User: Hello!\\n\\nAssistant:"], "max_tokens": 64, "stream": true}'
+    say(f"  page     {url}/")
     say(f"  try      curl -N {url}/v1/chat/completions{header} -d '{body}'")
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from robyn import Robyn
 from robyn.robyn import HttpMethod
 
-from routes import admin, batch, big_batch, chat, fim, openai, openai_responses, openai_tokens, reply, state, translate
+from routes import admin, batch, big_batch, chat, fim, openai, openai_responses, openai_tokens, page, reply, state, translate
 
 
 class Route(NamedTuple):
@@ -76,7 +76,8 @@ ROUTES = [
     Route("GET", "/readyz", admin.readyz, access="open"),
     Route("GET", "/metrics", admin.figures, access="admin"),
     Route("GET", "/stats", admin.stats, access="admin"),
-    Route("GET", "/", admin.index),
+    Route("GET", "/", admin.index, access="open"),  # its JSON form asks for the password itself
+    *(Route("GET", f"/web/{name}", page.handler(name), access="open") for name in page.FILES),
 ]
 
 METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD"]

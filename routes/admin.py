@@ -2,19 +2,28 @@
 
 import time
 
+from routes import page
 from routes.reply import Call, Plain, json_reply
-from routes.schemas import Body, validate
+from routes.schemas import Body, SamplingBody, validate
 from rwkv_batch import __version__, metrics
 from rwkv_batch.channel import Live
 from rwkv_batch.errors import RwkvBatchError
 
+LIMITS = ("max_prompts", "max_tokens_limit", "max_body_mib", "max_streams", "queue", "http_workers")
+SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "alpha_presence", "alpha_frequency", "alpha_decay")
 SHOWN = ("fingerprint", "device", "dtype", "ops", "vocab_size")
 
 
 async def index(call: Call) -> Plain:
-    """GET /: what this is."""
+    """GET /: the page for a browser; for others what this is, its limits, and the sampling of a request that sends none."""
+    if page.is_asked_for(call):
+        return page.reply(call, "index.html")
+    call.caller = call.site.authorize(call.headers, {})
     name = {"name": "rwkv_batch", "version": __version__}
-    return json_reply({**name, "model": model_name(call), "engine": call.site.client.phase})
+    about = {**name, "model": model_name(call), "engine": call.site.client.phase}
+    limits = {name: getattr(call.config, name) for name in LIMITS}
+    defaults = {name: SamplingBody.model_fields[name].default for name in SAMPLING}
+    return json_reply({**about, "limits": limits, "sampling_defaults": defaults})
 
 
 async def healthz(call: Call) -> Plain:

@@ -1,0 +1,85 @@
+"""The built-in page: the files of `web/`, read once, and the headers that keep model text from becoming code."""
+
+import gzip
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import rwkv_batch
+from routes.reply import Call, Handler, Plain
+
+PACKAGE = Path(rwkv_batch.__file__).parent
+FOLDERS = (PACKAGE.parent / "web", PACKAGE / "web")  # of a checkout; of an installed wheel
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "connect-src": "'self'",
+    "img-src": "'self' data:",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+    "require-trusted-types-for": "'script'",
+    "trusted-types": "dompurify",
+}
+HEADERS = {
+    "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in POLICY.items()),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # asked for each time, sent again only when it has changed
+}
+
+
+class File(NamedTuple):
+    """One file as it is sent."""
+
+    content_type: str
+    data: bytes
+    compressed: bytes
+    etag: str
+
+
+def read(folder: Path) -> dict[str, File]:
+    """All files of the page by their path below `folder`; none where it is not there."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix in TYPES:
+            data = path.read_bytes()
+            etag = f'"{hashlib.sha256(data).hexdigest()[:20]}"'
+            files[path.relative_to(folder).as_posix()] = File(TYPES[path.suffix], data, gzip.compress(data, 9, mtime=0), etag)
+    return files
+
+
+FILES = next((files for folder in FOLDERS if (files := read(folder))), {})
+
+
+def is_asked_for(call: Call) -> bool:
+    """Whether a browser asks for a page rather than a program for JSON."""
+    return "index.html" in FILES and "text/html" in (call.headers.get("accept") or "")
+
+
+def reply(call: Call, name: str) -> Plain:
+    """One file: 304 when the browser has it already."""
+    file = FILES[name]
+    headers = HEADERS | {"ETag": file.etag, "Vary": "Accept, Accept-Encoding"}
+    if call.headers.get("if-none-match") == file.etag:
+        return Plain(b"", 304, content_type=file.content_type, headers=headers)
+    if "gzip" in (call.headers.get("accept-encoding") or ""):
+        return Plain(file.compressed, content_type=file.content_type, headers=headers | {"Content-Encoding": "gzip"})
+    return Plain(file.data, content_type=file.content_type, headers=headers)
+
+
+def handler(name: str) -> Handler:
+    """What answers GET for one file."""
+
+    async def handle(call: Call) -> Plain:
+        return reply(call, name)
+
+    return handle
