@@ -45,6 +45,7 @@ from rwkv_batch.errors import (
     RwkvBatchError,
     TooLarge,
     Unavailable,
+    UnsupportedMedia,
 )
 from rwkv_batch.metrics import HttpMetrics
 from rwkv_batch.request import Failure, Progress, Request
@@ -66,6 +67,7 @@ TOKENIZER_SECONDS = 10.0  # for it to load, which takes about one
 ASK_SECONDS = 5.0  # for an answer of the engine about its requests
 QUIET_SECONDS = 0.1  # an answer that wrote more recently finds out by itself
 FILE_BYTES = 65536  # what a session's file may hold beside the state
+LARGE_BODY_BYTES = 65536  # a smaller one is read in a millisecond
 OFF_LOOP_CHARACTERS = 65536  # longer texts are tokenised in a thread
 
 NUDGE = object()
@@ -173,6 +175,7 @@ class Site:
         self.started = time.time()
         self.pid = os.getpid()
         self.handling = 0  # calls whose handler has not returned; event loop only
+        self.large_bodies = asyncio.Lock()
         self.secrets = Secrets(config.password, config.api_keys)
         self.tokenizer: tokenizer.Tokenizer | None = None
         self._origins = {origin.strip() for origin in config.cors_origins.split(",")}
@@ -615,6 +618,8 @@ def read_body(request: RobynRequest, limit: int) -> bytes:
     size = int(declared) if declared.isdecimal() and len(declared) < 20 else None
     if (size is not None and size > limit) or len(request.body) > limit:
         raise TooLarge(f"the body is over {limit / 2**20:.4g} MiB")
+    if (request.headers.get("content-type") or "").lower().startswith("multipart/"):
+        raise UnsupportedMedia("forms of several parts are not read; send JSON")
     if (request.headers.get("content-encoding") or "identity").lower() != "identity":
         raise InvalidRequest("compressed bodies are not read; send it as it is", code="content_encoding")
     body = request.body.encode() if isinstance(request.body, str) else bytes(request.body)
@@ -623,6 +628,25 @@ def read_body(request: RobynRequest, limit: int) -> bytes:
     if size is not None and len(body) != size:
         raise InvalidRequest("the body was cut off")
     return body
+
+
+async def json_body(call: Call, request: RobynRequest, *, public: bool, may_be_empty: bool) -> dict[str, Any]:
+    """The object in a call's body.
+
+    Large bodies are looked at one at a time and by slices, and where a secret is needed that no header brought, it is found
+    before the rest takes memory. Raises TooLarge, InvalidRequest, Unauthorized.
+    """
+    site = call.site
+    if len(request.body) <= LARGE_BODY_BYTES:
+        data = read_body(request, site.config.max_body_bytes)
+        return {} if may_be_empty and not data else schemas.parse(data, site.config)
+    async with site.large_bodies:
+        data = read_body(request, site.config.max_body_bytes)
+        for _ in schemas.inspect(data, site.config):
+            await asyncio.sleep(0)
+        if not public and site.secrets and not in_headers(call.headers):
+            site.authorize(call.headers, {"password": schemas.password_in(data)}, call.token)
+        return schemas.read(data)
 
 
 PROXY_HEADERS = ("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "forwarded", "via")
@@ -673,8 +697,7 @@ def endpoint(
             if in_headers(request.headers) and not public:
                 site.authorize(request.headers, {})
             if reads == "json":
-                data = read_body(request, site.config.max_body_bytes)
-                call.body = {} if may_be_empty and not data else schemas.parse(data, site.config)
+                call.body = await json_body(call, request, public=public, may_be_empty=may_be_empty)
             elif reads == "file":
                 call.body = {key: unquote(values[-1]) for key, values in request.query_params.to_dict().items()}
                 call.file = read_body(request, site.max_file_bytes)

@@ -6,11 +6,10 @@ Every refusal is InvalidRequest and names the field; no message repeats what the
 
 import json
 import math
-import re
-from collections.abc import Callable
-from itertools import accumulate
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import msgspec
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -33,8 +32,9 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
 
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+SLICE_BYTES = 2**17  # of a body that are looked at in one go: some milliseconds
+FIELD_BYTES = 2**20  # a larger body is not read once more to find which field is at fault
+_NOT_MARKS = bytes(set(range(256)) - set(b"[]{},:"))
 
 SomeBody = TypeVar("SomeBody", bound="Body")
 
@@ -250,9 +250,15 @@ def _stop(entry: Any) -> int | str:
 
 def parse(data: bytes, config: Config) -> dict[str, Any]:
     """The object in a JSON body; of a repeated key the last value counts. Raises InvalidRequest."""
-    check_nesting(data, config)
+    for _ in inspect(data, config):
+        pass
+    return read(data)
+
+
+def read(data: bytes) -> dict[str, Any]:
+    """The object in a JSON body that `inspect` let pass. Raises InvalidRequest."""
     try:
-        found = pydantic_core.from_json(data, allow_inf_nan=True)
+        found = pydantic_core.from_json(data, allow_inf_nan=True, cache_strings="keys")
     except ValueError as error:
         field = _surrogate_field(data) if any(word in str(error) for word in ("surrogate", "hex escape")) else None
         if field is not None:
@@ -263,19 +269,71 @@ def parse(data: bytes, config: Config) -> dict[str, Any]:
     return found
 
 
-def check_nesting(data: bytes, config: Config) -> None:
-    """Raise InvalidRequest for JSON that is nested too deep or has too many parts, before any of it takes memory."""
-    if data.count(b"[") + data.count(b"{") <= config.max_body_depth:
-        return
-    brackets = _STRING.sub(b"", data).translate(None, _NOT_BRACKETS)
-    if brackets.count(b"[") + brackets.count(b"{") > config.max_body_parts:
-        raise InvalidRequest(f"invalid request: more than {config.max_body_parts} arrays and objects")
-    if max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0) > config.max_body_depth:
-        raise InvalidRequest(f"invalid request: nested deeper than {config.max_body_depth} levels")
+class _Password(msgspec.Struct):
+    password: msgspec.Raw = msgspec.Raw(b"null")  # whatever it is, so that nothing is made of a large one
+
+
+_read_password = msgspec.json.Decoder(_Password).decode
+
+
+def password_in(data: bytes) -> Any:
+    """The field `password` of a JSON body that `inspect` let pass; what is no text is False, and all else is skipped.
+
+    Takes no memory and little time, so that a body of nobody known is not parsed. Raises InvalidRequest.
+    """
+    try:
+        raw = _read_password(data).password
+        return msgspec.json.decode(raw, type=str | None)
+    except msgspec.ValidationError:
+        return False
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"Invalid JSON: {error}") from None
+
+
+def inspect(data: bytes, config: Config) -> Iterator[None]:
+    """Raise InvalidRequest for JSON that is nested too deep or has too many parts, before any of it takes memory.
+
+    Time is linear in the length. Yields after each slice, so that a long body can be looked at between other work. What is not
+    JSON may pass as far as it goes: the parser ends where it stops being that.
+    """
+    num_marks = num_opened = 0
+    for begin in range(0, len(data), SLICE_BYTES):
+        marks = data[begin : begin + SLICE_BYTES].translate(None, _NOT_MARKS)
+        num_marks += len(marks)
+        num_opened += marks.count(b"[") + marks.count(b"{")
+        yield
+    if num_opened > config.max_body_depth or num_marks >= config.max_body_values:
+        yield from _inspect_outside_strings(data, config)
+
+
+def _inspect_outside_strings(data: bytes, config: Config) -> Iterator[None]:
+    in_string = escaped = False
+    num_values, num_opened, depth = 1, 0, 0
+    for begin in range(0, len(data), SLICE_BYTES):
+        part = data[begin + escaped : begin + SLICE_BYTES]  # without its first character where that is an escaped one
+        escaped = (len(part) - len(part.rstrip(b"\\"))) % 2 == 1
+        pieces = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        marks = b"".join(pieces[in_string::2]).translate(None, _NOT_MARKS)
+        in_string ^= len(pieces) % 2 == 0
+        num_values += len(marks) - marks.count(b"]") - marks.count(b"}")
+        if num_values > config.max_body_values:
+            raise InvalidRequest(f"invalid request: more than {config.max_body_values} values")
+        num_opened += marks.count(b"[") + marks.count(b"{")
+        if num_opened > config.max_body_parts:
+            raise InvalidRequest(f"invalid request: more than {config.max_body_parts} arrays and objects")
+        for bracket in marks.translate(None, b",:"):
+            depth += 1 if bracket in b"[{" else -1
+            if depth > config.max_body_depth:
+                raise InvalidRequest(f"invalid request: nested deeper than {config.max_body_depth} levels")
+            if depth <= 0:
+                return  # the one value of the body has ended
+        yield
 
 
 def _surrogate_field(data: bytes) -> str | None:
     """The top-level field that holds half a surrogate pair, which the strict parser can only place by line and column."""
+    if len(data) > FIELD_BYTES:
+        return None
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):

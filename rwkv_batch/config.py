@@ -119,6 +119,7 @@ class Config:
     max_body_mib: int = setting(32, "limits", "size of a request body, MiB", low=1, high=4096)
     max_body_depth: int = setting(64, "limits", "nesting of a request body", low=4, high=128)
     max_body_parts: int = setting(262_144, "limits", "arrays and objects in a request body", low=64, high=2**24)
+    max_body_values: int = setting(1_310_720, "limits", "values and names in a request body", low=1024, high=2**28)
     max_prompts: int = setting(4096, "limits", "prompts in one request", low=1, high=1_048_576)
     max_prompt_tokens: int = setting(1_048_576, "limits", "tokens of one prompt", low=1, high=2**31 - 1)
     max_tokens_limit: int = setting(1_048_576, "limits", "largest max_tokens a request may ask for", low=1, high=2**31 - 1)

@@ -82,6 +82,12 @@ class TooLarge(RwkvBatchError):
     status, kind, code = 413, "invalid_request_error", "body_too_large"
 
 
+class UnsupportedMedia(RwkvBatchError):
+    """The body is of a kind that no route reads."""
+
+    status, kind, code = 415, "invalid_request_error", "content_type"
+
+
 class Unprocessable(RwkvBatchError):
     """An idempotency key came again with another request, or a stored state cannot be used."""
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+import tracemalloc
 
 import pytest
 import quiet_robyn  # noqa: F401
@@ -14,7 +15,7 @@ import routes
 from routes.chat import V3Body
 from routes.openai_schemas import ChatBody
 from routes.openai_schemas import read as read_openai
-from routes.schemas import Body, ContentsBody, parse, validate
+from routes.schemas import SLICE_BYTES, Body, ContentsBody, inspect, parse, password_in, validate
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest
 from rwkv_batch.request import Request
@@ -199,6 +200,124 @@ def test_arrays_and_objects_are_counted_before_they_are_read():
             parse(('{"contents": [' + f"{part}," * 100 + part + "]}").encode(), config)
     text = "[{" * 1000 + '\\"' + "[" * 100
     assert parse(json.dumps({"contents": [text], "messages": [{}] * 60}).encode(), config)["contents"] == [text]
+
+
+def test_values_and_names_are_counted_before_they_are_read():
+    config = Config(max_body_values=1024)
+    for unit in ("1", '""', "0.5", "null", '"[,]{:}"'):
+        assert len(parse(('{"a": [' + ",".join([unit] * 1021) + "]}").encode(), config)["a"]) == 1021
+        with pytest.raises(InvalidRequest, match="more than 1024 values"):
+            parse(('{"a": [' + ",".join([unit] * 1025) + "]}").encode(), config)
+    with pytest.raises(InvalidRequest, match="more than 1024 values"):
+        parse(json.dumps(dict.fromkeys(map(str, range(1000)), 0)).encode(), config)
+
+
+def repeated(head: str, unit: str, tail: str = ""):
+    return lambda size: (head + unit * (size // len(unit)) + tail).encode()
+
+
+HOSTILE = {
+    "open string of escaped quotes": repeated("[" * 65 + '"', '\\"'),
+    "open string in few brackets": repeated('{"a": ["', '\\"'),
+    "open string of backslashes": repeated("[" * 65 + '"', "\\"),
+    "quotes": repeated('["', '"'),
+    "short strings": repeated('{"a": [', '"a",', "1]}"),
+    "short strings in deep brackets": repeated("[" * 65, '"a",'),
+    "brackets in a string": repeated('{"contents": ["', "[", '"]}'),
+    "marks in a string": repeated('{"contents": ["', "],:{", '"]}'),
+    "nesting": repeated("", "["),
+    "nesting of objects": repeated("", '{"a":'),
+    "closing brackets": repeated("[" * 64, "]"),
+    "empty arrays": repeated('{"a": [', "[],", "1]}"),
+    "empty objects": repeated('{"a": [', "{},", "1]}"),
+    "numbers": repeated('{"a": [', "1,", "1]}"),
+    "fractions": repeated('{"a": [', "0.123456789012345678,", "1]}"),
+    "numbers of 4,000 digits": repeated('{"a": [', "9" * 4000 + ",", "1]}"),
+    "fractions of 4,000 digits": repeated('{"a": [', "0." + "9" * 4000 + ",", "1]}"),
+    "one number": repeated('{"a": ', "9", "}"),
+    "one name again and again": repeated("{", '"a": 1,', '"a": 1}'),
+    "many names": lambda size: json.dumps(dict.fromkeys(map(str, range(size // 14)), 0)).encode(),
+    "escapes": repeated('{"a": "', "\\u0041", '"}'),
+    "half pairs": repeated('{"a": "', "\\ud800", '"}'),
+    "blanks": repeated("{", " ", "}"),
+    "what is not UTF-8": lambda size: b'{"a": "' + b"\xff" * size,
+    "NUL": repeated("", "\0"),
+}
+
+
+def seconds(work, *args) -> float:
+    """CPU time of a call that may refuse, the least of three."""
+    times = []
+    for _ in range(3):
+        began = time.process_time()
+        with contextlib.suppress(InvalidRequest):
+            work(*args)
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+@pytest.mark.parametrize("shape", HOSTILE)
+def test_hostile_bodies_take_time_by_their_length(shape):
+    config = Config()
+    small, large = (HOSTILE[shape](size) for size in (2**18, 2**21))
+    for work in (lambda data: parse(data, config), password_in if "nesting" not in shape else len):
+        first = seconds(work, small)
+        assert seconds(work, large) < 8 * 4 * max(first, 0.002)
+
+
+@pytest.mark.parametrize("shape", HOSTILE)
+def test_looking_for_the_password_takes_little_memory(shape):
+    data = HOSTILE[shape](2**22)
+    config = Config()
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(InvalidRequest):
+            for _ in inspect(data, config):
+                pass
+            password_in(data)
+        assert tracemalloc.get_traced_memory()[1] < 5 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("shape", HOSTILE)
+def test_a_slice_of_a_body_is_looked_at_in_little_time(shape):
+    data = HOSTILE[shape](2**22)
+    began, longest = time.process_time(), 0.0
+    with contextlib.suppress(InvalidRequest):
+        for _ in inspect(data, Config()):
+            longest = max(longest, time.process_time() - began)
+            began = time.process_time()
+    assert longest < 0.25  # some 20 ms where nothing else runs
+
+
+@given(st.data())
+def test_slices_cut_strings_and_escapes_anywhere(data):
+    """What is counted does not depend on where the slices end: strings, escapes and marks lie across the border."""
+    text = data.draw(st.text(alphabet='"\\[]{},:a', max_size=12))
+    body = json.dumps({"x": "y" * (SLICE_BYTES - data.draw(st.integers(0, 40))), "contents": [text, [1, [2, {text: 3}]]]})
+    values = 14  # beside those of `more`
+    assert parse(body.encode(), Config(max_body_values=2**20, max_body_depth=5))["contents"][0] == text
+    for shift in range(2):
+        limit = Config(max_body_values=1024)
+        padded = body[:-1] + ', "more": [' + ",".join("1" * (1024 - values - 1 + shift)) + "]}"
+        if shift:
+            with pytest.raises(InvalidRequest, match="more than 1024 values"):
+                parse(padded.encode(), limit)
+        else:
+            parse(padded.encode(), limit)
+
+
+def test_the_password_is_found_and_nothing_else():
+    assert password_in(b'{"contents": ["a"], "password": "p\\u00e4"}') == "p\u00e4"
+    assert password_in(b'{"password": "a", "x": {"password": "c"}, "password": "b"}') == "b"
+    for data in (b"{}", b'{"password": null}', b'{"x": {"password": "a"}}'):
+        assert password_in(data) is None
+    for data in (b'{"password": 5}', b'{"password": ["a"]}', b'{"password": {}}', b"[]", b'"a"'):
+        assert password_in(data) is False
+    for data in (b"", b"{", b'{"a": NaN}', b'{"password": "\\ud800"}', b"\xff"):
+        with pytest.raises(InvalidRequest, match="JSON"):
+            password_in(data)
 
 
 def test_a_key_of_the_clients_is_not_repeated_at_length():

@@ -1,14 +1,16 @@
 """What goes over the wire, on a real socket: shapes, errors, access, limits. The engine is the stand-in."""
 
+import contextlib
 import json
 import re
 import socket
+import time
 
 import pytest
 import quiet_robyn  # noqa: F401
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from server_process import ServerProcess, wait_until
+from server_process import PATIENCE, ServerProcess, wait_until
 
 from routes import ROUTES
 
@@ -213,6 +215,13 @@ def test_compressed_and_cut_off_bodies(server):
     assert server.post(GOOD)[0] == 200
 
 
+def test_forms_of_several_parts_are_refused(server):
+    body = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n{}\r\n--b--\r\n'
+    status, answer, _ = server.request("POST", CHAT, body, {"Content-Type": "multipart/form-data; boundary=b"})
+    assert status == 415
+    assert "several parts" in str(answer)
+
+
 def test_paths_and_methods(server):
     assert server.request("GET", "/nowhere")[:2] == (404, {"error": "Not found"})
     assert server.request("POST", "/v1/chat/completion", GOOD)[:2] == (404, {"error": "Not found"})
@@ -399,6 +408,34 @@ def test_access_to_every_route(locked, route):
     assert status({"Authorization": "Bearer x"}, {"password": ASCII_SECRET}) == refused
     assert status(body={"contents": 5}) == refused, "access comes before everything that depends on the body"
     assert status(right, {"password": None})[0] == good
+
+
+@pytest.mark.parametrize("path", [CHAT, "/state/status", "/openai/v1/chat/completions"])
+def test_hostile_bodies_of_nobody_known_hold_up_nobody(locked, path):
+    unterminated = b"[" * 65 + b'"' + b'\\"' * 2**19
+    strings = b'{"contents": [' + b'"a",' * 2**22 + b'"a"]}'
+    for body, statuses in ((unterminated, {400}), (strings, {400, 401})):
+        with socket.create_connection((locked.host, locked.port)) as connection:
+            head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            longest, answer = 0.0, b""
+            connection.settimeout(0.01)
+            while b"\r\n" not in answer:
+                with contextlib.suppress(TimeoutError):
+                    answer += connection.recv(4096)
+                began = time.monotonic()
+                assert locked.get("/healthz")[0] == 200
+                longest = max(longest, time.monotonic() - began)
+            assert int(answer.split()[1]) in statuses
+            assert longest < 0.5 * PATIENCE
+
+
+def test_a_large_body_needs_its_password(locked):
+    """Found without reading the rest, and right or wrong as in any other body."""
+    text = "a " * 2**16
+    for body, expected in (({}, 401), ({"password": "x"}, 401), ({"password": 5}, 401), ({"password": ASCII_SECRET}, 200)):
+        assert locked.post({"contents": [text], "max_tokens": 1, **body})[0] == expected
+    assert locked.post({"contents": [text], "max_tokens": 1, "password": "x"}, headers=locked.headers)[0] == 401
 
 
 def test_public_routes_are_few_and_the_secret_is_nowhere(locked):
