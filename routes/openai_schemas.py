@@ -268,8 +268,8 @@ class ChatMessage(Message):
 
     def turn(self) -> Turn:
         """See Message."""
-        said = super().turn()
-        return said if self.content or not self.refusal else Turn(said.role, self.refusal)
+        refused = self.role == "assistant" and not self.content and self.refusal
+        return Turn("assistant", self.refusal) if refused else super().turn()
 
 
 class Conversation(ThinkingFields):

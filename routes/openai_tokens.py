@@ -4,6 +4,7 @@ from pydantic import Field
 
 from routes.openai_answers import Vocabulary
 from routes.openai_schemas import END_TEXT, Conversation, read, split_ends
+from routes.openai_template import CHAT_TEMPLATE
 from routes.reply import Call, Plain, json_reply
 from routes.schemas import END_ID, Body, Ids
 from rwkv_batch.errors import InvalidRequest
@@ -78,6 +79,7 @@ async def tokenizer_info(call: Call) -> Plain:
             "bos_token_id": 0,
             "pad_token": END_TEXT,
             "pad_token_id": 0,
+            "chat_template": CHAT_TEMPLATE,
         }
     )
 

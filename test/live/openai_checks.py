@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+import jinja2
 import openai
 import pydantic
 from openai.types import Completion, Model
@@ -515,6 +516,11 @@ def check_templates(target: Target) -> None:
     ):
         body = {"messages": [{"role": "developer", "content": "Be kind."}, *hi], "think_type": think_type}
         assert target.post("/openai/apply-template", body)["prompt"] == f"System: Be kind.\n\nUser: {end}"
+    template = jinja2.Template(target.request("GET", "/tokenizer_info")[1]["chat_template"])
+    for think in (False, True):
+        rendered = template.render(messages=body["messages"], add_generation_prompt=True, enable_thinking=think)
+        fields = {"messages": body["messages"], "enable_thinking": think}
+        assert rendered == target.post("/apply_template", fields)["prompt"], "tools render it themselves"
 
 
 def check_dispatch(target: Target) -> None:
