@@ -108,7 +108,12 @@ def look(status, path, asked, text):
     else:
         texts = translations(parse(text), asked) if "text_list" in asked else document(parse(text), rows)
     need(all(isinstance(piece, str) for piece in texts), "a text is missing")
-    return f"{rows} rows, {sum(map(len, texts))} characters: {' '.join(texts[0].split())[:60]!r}"
+    for mark in ["<|endoftext|>"] + ["✿"] * ("prefix" in asked):
+        need(not any(mark in piece for piece in texts), f"a text shows the mark {mark}")
+    said = [piece for piece in texts if piece.strip()]
+    empty = f" ({rows - len(said)} empty)" if len(said) < rows else ""
+    begin = " ".join("".join(said[:1]).split())[:60]
+    return f"rows: {rows}{empty}, characters: {sum(map(len, texts))}, {begin!r}"
 
 
 counts = {"ok": 0, "FAIL": 0}

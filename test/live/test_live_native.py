@@ -1,6 +1,7 @@
 """The native routes on a real socket, line by line of the contract's checklist."""
 
 import http.client
+import http.server
 import itertools
 import json
 import os
@@ -518,3 +519,49 @@ def test_the_script_of_curls(access, request):
     if access == "locked_scripted":
         assert run(PASSWORD="wrong").returncode == 1
         assert run(BASE_URL="http://127.0.0.1:1").returncode == 2
+
+
+class ShowsMarks(http.server.BaseHTTPRequestHandler):
+    """Answers every body with one document of texts that are no more than a mark, and one that is empty."""
+
+    def do_GET(self):
+        """The question for health."""
+        self.answer({})
+
+    def do_POST(self):
+        """The right form with the wrong texts."""
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        rows = range(len(asked.get("contents") or asked.get("prefix") or [0]))
+        texts = ["✿" if "prefix" in asked else "" for _ in rows]
+        choices = [{"index": i, "message": {"content": texts[i]}, "finish_reason": "stop"} for i in rows]
+        self.answer({"object": "FIM.completion" if "prefix" in asked else "chat.completion", "choices": choices})
+
+    def answer(self, document: dict) -> None:
+        """Send it."""
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(document).encode())
+
+    def log_message(self, *args):
+        """Nothing."""
+
+
+def test_the_script_of_curls_calls_nothing_right_that_shows_a_mark_or_is_empty():
+    if not shutil.which("curl"):
+        pytest.skip("curl is not installed")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ShowsMarks) as wrong:
+        threading.Thread(target=wrong.serve_forever).start()
+        try:
+            environ = {**os.environ, "BASE_URL": f"http://127.0.0.1:{wrong.server_port}"}
+            done = subprocess.run(["bash", ROOT / "test" / "test_curl.sh"], env=environ, capture_output=True, text=True)
+        finally:
+            wrong.shutdown()
+    lines = done.stdout.splitlines()
+    assert done.returncode == 1
+    fim = [line for line in lines if FIM in line]
+    assert fim
+    assert all(line.startswith("FAIL") for line in fim)
+    assert any("✿" in line for line in fim)
+    whole_answers = [line for line in lines if line.startswith("ok")]
+    assert whole_answers
+    assert all("empty" in line for line in whole_answers)
