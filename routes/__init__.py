@@ -28,6 +28,7 @@ def openai_routes(base: str) -> list[Route]:
         f"{base}/completions": ("POST", openai.completions),
         f"{base}/embeddings": ("POST", openai.embeddings),
         f"{base}/responses": ("POST", openai_responses.create),
+        f"{base}/responses/input_tokens": ("POST", openai_responses.count),
     }
     for start in (base, beside):
         at |= {

@@ -2,6 +2,7 @@
 number of times; its text is not kept.
 """
 
+import time
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, field_validator
@@ -10,8 +11,8 @@ from routes.openai import answer_with
 from routes.openai_answers import Answer, new_id
 from routes.openai_schemas import NO_LIMIT, ChatMessage, GenerationBody, at_most, read
 from routes.openai_thinking import ThinkingFields
-from routes.reply import DONE, Call, Plain, dumps, error_document, json_reply
 from routes.reply import Answer as Stream
+from routes.reply import Call, Plain, dumps, error_document, json_reply
 from routes.schemas import MAX_ID, Texts
 from rwkv_batch import prompts
 from rwkv_batch.channel import Event, error_of
@@ -171,7 +172,6 @@ class ResponseAnswer(Answer):
                 self._at("response.content_part.done", part=self._part(text)),
                 self._event("response.output_item.done", output_index=0, item=response["output"][0]),
                 self._event(f"response.{response['status']}", response=response),
-                DONE,
             )
         )
 
@@ -200,7 +200,9 @@ class ResponseAnswer(Answer):
             "id": body.own_id,
             "object": "response",
             "created_at": self.head["created"],
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
+            "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions or None,
@@ -210,6 +212,9 @@ class ResponseAnswer(Answer):
             "output": output,
             "parallel_tool_calls": False,
             "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "store": body.store,
             "temperature": body.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": "auto",
@@ -242,6 +247,16 @@ async def create(call: Call) -> Plain | Stream:
         return await answer_with(call, request, ResponseAnswer(call, body, request), stream=body.stream)
     except NotFound:
         raise missing(previous) from None
+
+
+async def count(call: Call) -> Plain:
+    """POST responses/input_tokens: how many tokens the input of a conversation's first turn is."""
+    body = read(ResponseBody, call.body)
+    if body.previous_response_id is not None:
+        raise InvalidRequest("previous_response_id: only a first turn is counted", param="previous_response_id")
+    body.check_limits(call.config)
+    (ids,) = await call.site.encode(body.texts(), "input")
+    return json_reply({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
 async def delete(call: Call) -> Plain:

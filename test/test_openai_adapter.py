@@ -474,6 +474,26 @@ def test_failures():
     assert (event["type"], event["error"]) == ("error", right["error"])
 
 
+def test_a_response_and_its_stream():
+    """The stream ends with the response, as the official API's does, and nothing follows that event."""
+    events = [step([Delta(0, " a", 1)]), step([Delta(0, "b", 1)], [Finish(0, "stop", 4, 3)])]
+    fields = {"store": False, "reasoning": {"effort": "none"}}
+    whole, stream = (answer_to(ResponseAnswer, ResponseBody, **fields) for _ in range(2))
+    response = json.loads([whole.document(event) for event in events][-1])
+    assert response["output"][0]["content"][0]["text"] == "ab"
+    assert (response["background"], response["store"], response["service_tier"]) == (False, False, "default")
+    assert response["reasoning"] == {"effort": "none", "summary": None}
+    assert response["completed_at"] >= response["created_at"]
+    told = [payload for event in events for payload in payloads(stream.chunks(event))]
+    assert [event["type"] for event in told if "delta" in event] == ["response.output_text.delta"] * 2
+    assert told[0]["response"]["completed_at"] is None
+    last = told[-1]
+    assert (last["type"], last["response"]["usage"]) == ("response.completed", response["usage"])
+    cut = answer_to(ResponseAnswer, ResponseBody)
+    response = json.loads(cut.document(step([Delta(0, "a", 1)], [Finish(0, "length", 4, 1)])))
+    assert (response["status"], response["completed_at"]) == ("incomplete", None)
+
+
 def test_one_choice_that_fails_fails_the_answer_once_and_at_the_end():
     events = [step([], [Finish(1, "error", 1, 0, "not finite")]), step([Delta(0, "a", 1)]), step([], [Finish(0, "stop", 1, 1)])]
     whole, stream = (answer_to(ChatAnswer, ChatBody, n=2, stream_options={"include_usage": True}) for _ in range(2))

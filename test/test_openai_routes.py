@@ -23,8 +23,8 @@ TABLE = {(route.method, route.path): route for route in ROUTES}
 def test_both_bases_have_every_route(base):
     for method, path in (
         ("POST", "chat/completions"), ("POST", "completions"), ("POST", "embeddings"), ("POST", "responses"), ("GET", "models"),
-        ("GET", "models/*model"), ("DELETE", "responses/:response"), ("POST", "tokenize"), ("POST", "detokenize"),
-        ("GET", "tokenizer_info"), ("POST", "apply_template"), ("GET", "health"),
+        ("GET", "models/*model"), ("DELETE", "responses/:response"), ("POST", "responses/input_tokens"),
+        ("POST", "tokenize"), ("POST", "detokenize"), ("GET", "tokenizer_info"), ("POST", "apply_template"), ("GET", "health"),
     ):  # fmt: skip
         assert TABLE[method, f"{base}/{path}"].form in ("openai", "chat")
     for method, path in (("POST", "tokenize"), ("POST", "detokenize"), ("GET", "tokenizer_info"), ("GET", "health")):

@@ -25,7 +25,7 @@ from openai.types.responses import Response
 HELLO = [{"role": "user", "content": "Hello!"}]
 GREEDY = {"temperature": 0, "max_tokens": 12, "seed": 7}
 BASES = ("/v1", "/openai/v1")
-OURS = {"reasoning_content", "max_model_len", "root", "parent"}  # fields beside the SDK's
+OURS = {"reasoning_content", "max_model_len", "root", "parent", "store"}  # fields beside the SDK's
 
 
 @dataclass
@@ -249,6 +249,8 @@ def check_sdk_responses(target: Target) -> None:
     fields = {"model": "m", "input": "Hello!", "temperature": 0, "max_output_tokens": 32, "store": False}
     whole = client.responses.create(**fields)
     assert whole.output_text
+    counted = client.responses.input_tokens.count(model="m", input="Hello!")
+    assert counted.input_tokens == whole.usage.input_tokens
     assert whole.status == ("completed" if whole.incomplete_details is None else "incomplete")
     events = list(client.responses.create(**fields, stream=True))
     names = [event.type for event in events]
@@ -259,6 +261,8 @@ def check_sdk_responses(target: Target) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].response.output_text == whole.output_text
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    raw = target.request("POST", "/v1/responses", {**fields, "stream": True})[1]
+    assert "[DONE]" not in raw, "the last event is the response"
     if whole.status == "completed":
         with client.responses.stream(**fields) as stream:
             assert stream.get_final_response().output_text == whole.output_text
