@@ -16,6 +16,7 @@ from rwkv_batch.weights import HEAD_SIZE, Layer, Weights
 CHUNK = 32  # tokens a chunk; decays of half a chunk stay above e^-9.7, so both factors of a decay ratio fit into fp32
 LOG_DECAY_SCALE = -0.6065306597126334  # -exp(-0.5): log decay = LOG_DECAY_SCALE * sigmoid(.)
 GROUP_NORM_EPS = 64e-5
+LARGEST_HALF = 65504.0
 BAGS = 4  # parts that the sparse half of the channel mix is summed in
 FEW_ROWS = (3, 16)  # batch sizes, and
 TALL = 16384  # the least height of a matrix, for which `linear` multiplies transposed on a CPU
@@ -236,6 +237,8 @@ def time_mix(
 def channel_mix(mixed: torch.Tensor, layer: Layer) -> torch.Tensor:
     """The feed-forward half: mixed [1, N, C] -> [N, C], with squared ReLU between the two matrices."""
     hidden = linear(mixed[0], layer.ffn_key).relu_().square_()
+    if layer.ffn_value.dtype == torch.float16:
+        hidden.clamp_(max=LARGEST_HALF)  # as the kernels do
     if hidden.shape[0] == 1 and hidden.dtype == layer.ffn_value.dtype and not hidden.is_cuda:
         # About nine in ten units of a trained model are off: reading only the others' rows saves most of the matrix.
         # Several bags of indices, since one thread sums each.

@@ -11,7 +11,7 @@ from oracle import Oracle
 
 from rwkv_batch import weights as weights_module
 from rwkv_batch.model import Model
-from rwkv_batch.reference import CHUNK, Rows
+from rwkv_batch.reference import CHUNK, Rows, channel_mix
 from rwkv_batch.state import State
 
 TOLERANCE = 1e-4  # max abs error of a logit, fp32 against float64; worst seen 4e-6 (2026-11-21, CPU, three random shapes)
@@ -135,6 +135,20 @@ def test_narrow_weights_stay_close(dtype):
     tokens = list(range(3, 100))
     exact, got = run(Model(random_weights(TINY)), tokens, [97]), run(narrow, tokens, [97])
     assert (got - exact).norm() / exact.norm() < (2e-2 if dtype == torch.bfloat16 else 4e-3)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_a_unit_too_strong_for_half_precision_is_cut_not_infinite(num_tokens):
+    """What the kernels do: a squared ReLU is at most the largest number there is."""
+    layer = weights_module.from_tensors(dict(random_tensors(TINY)), dtype=torch.float16).layers[0]
+    generator = torch.Generator().manual_seed(2)
+    mixed = torch.randn(1, num_tokens, layer.ffn_key.shape[1], generator=generator) * 2000
+    hidden = (mixed[0].half() @ layer.ffn_key.T).float().relu().square()
+    assert (hidden > 65504).any(), "otherwise this shows nothing"
+    expected = hidden.clamp(max=65504).double() @ layer.ffn_value.double()
+    got = channel_mix(mixed, layer)
+    assert torch.isfinite(got).all()
+    assert (got - expected).norm() < 4e-3 * expected.norm()
 
 
 def greedy(model: Model, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
