@@ -415,7 +415,9 @@ class StatePool:
         tier = next((tier for tier in self._levels if held.key in self._levels[tier]), None)
         self._totals[f"state_loads_{tier or 'db'}_total"] += 1
         if tier != "l1":
-            held.snapshot, held.arrived = self.copies.to_device(held.snapshot)
+            snapshot, arrived = self.copies.to_device(held.snapshot)
+            if snapshot is not held.snapshot:  # else it is on the device, or still on its way there
+                held.snapshot, held.arrived = snapshot, arrived
         self._put(held)
 
     def _put(self, held: Held) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rwkv_batch.copies import Copies
 from rwkv_batch.errors import (
     Conflict,
     EngineFailed,
@@ -46,6 +47,26 @@ def snapshot(seed: int, tokens: int = 7, dtype: torch.dtype = torch.float32) -> 
     generator = torch.Generator().manual_seed(seed)
     shift = torch.randn(2, 2, 64, generator=generator).to(torch.float16)
     return Snapshot(shift, torch.randn(2, 1, 64, 64, generator=generator).to(dtype), tokens)
+
+
+class SlowDevice(Copies):
+    """Copies to a device that are on their way for ever, and what was waited for."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.events: dict[Snapshot, str] = {}  # of what is on the device
+        self.waited: list[str | None] = []
+
+    def to_device(self, snapshot: Snapshot):
+        if snapshot in self.events:
+            return snapshot, None
+        copy = Snapshot(snapshot.shift.clone(), snapshot.wkv.clone(), snapshot.elapsed)
+        self.events[copy] = f"copy {len(self.events)}"
+        return copy, self.events[copy]
+
+    def wait(self, snapshot: Snapshot, event):
+        assert event == self.events[snapshot]
+        self.waited.append(event)
 
 
 def same(a: Snapshot | None, b: Snapshot | None) -> bool:
@@ -513,6 +534,19 @@ def test_a_state_that_does_not_fit_on_the_device_is_refused_and_keeps_nobody_wai
                 with pytest.raises(Unavailable, match="could not be brought"):
                     pool.lease("s")
         assert pool.turn("s", snapshot(3)).version == 2
+
+
+def test_a_session_wanted_again_before_it_is_on_the_device_is_still_waited_for(path):
+    with Pool(path) as p:
+        for seed, name in enumerate("ab"):
+            p.turn(name, snapshot(seed))
+    with Pool(path, l1_sessions=1) as p:
+        p.pool.copies = device = SlowDevice()
+        for name in "aba":  # the second moves the first down, but not off the device yet
+            lease = p.lease(name, keep=False)
+            lease.initial()
+            lease.release()
+    assert device.waited == ["copy 0", "copy 1", "copy 0"]
 
 
 def test_a_session_that_could_not_be_deleted_is_as_it_was(path, monkeypatch):
