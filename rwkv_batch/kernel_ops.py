@@ -7,9 +7,7 @@ A product can be done in several ways, which differ in the order of their sums; 
 and short prefills. So a row's logits may differ in the last bits between sizes, never with its neighbours in one size.
 """
 
-import json
 import logging
-import os
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -26,6 +24,7 @@ from rwkv_batch.kernels import cache_folder
 from rwkv_batch.launch import Launcher
 from rwkv_batch.matmul import MatMul
 from rwkv_batch.reference import Rows
+from rwkv_batch.remembered import recall, remember
 from rwkv_batch.weights import Layer, Weights
 
 log = logging.getLogger("rwkv_batch.engine")
@@ -273,7 +272,7 @@ class KernelOps:
         decode_step  starts a decode step of so many rows
         """
         file = cache_folder() / f"ways-{torch.cuda.get_device_name(self.launcher.device).replace(' ', '-')}.json"
-        known = json.loads(file.read_text()) if file.exists() else {}
+        known = recall(file, dict[str, str])
         shape = weights.shape
         generator = torch.Generator(device=weights.device).manual_seed(0)
         self._all.mixed.normal_(generator=generator)
@@ -285,7 +284,7 @@ class KernelOps:
                 runs = self._runs(name, size, weights)
                 offer = zlib.crc32(",".join(runs).encode())
                 key = keys[name] = f"{name},{size},{shape.width},{shape.ffn_width},{self.launcher.digest},{offer:08x}"
-                if key not in known:
+                if known.get(key) not in runs:
                     times[name] = {way: self.launcher.time(run) for way, run in runs.items()}
                     known[key] = min(times[name], key=times[name].get)
                 self._ways[name, size] = known[key]
@@ -293,9 +292,7 @@ class KernelOps:
                 self._choose_in_place(size, times, decode_step)
                 known |= {keys[name]: self._ways[name, size] for name in times}
         self.matmul.save()
-        draft = file.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(known))
-        os.replace(draft, file)
+        remember(file, known)
 
     def _choose_in_place(self, size: int, alone: dict[str, dict[str, float]], decode_step: Callable[[int], object]) -> None:
         """Choose for each product, of the ways that took little longer alone, the one with which a whole step is fastest.

@@ -5,17 +5,15 @@ choice is ours and stays the same from run to run (NVIDIA, "cuBLAS Library", cha
 """
 
 import ctypes
-import json
 import logging
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rwkv_batch.kernels import cache_folder
 from rwkv_batch.launch import Launcher, pointer
+from rwkv_batch.remembered import recall, remember
 
 log = logging.getLogger("rwkv_batch.engine")
 
@@ -75,7 +73,8 @@ class MatMul:
         self._matmul.argtypes = [ctypes.c_void_p] * 14 + [ctypes.c_size_t, ctypes.c_void_p]
         name = torch.cuda.get_device_name(launcher.device).replace(" ", "-")
         self._file = cache_folder() / f"matmul-{name}-{self._lib.cublasLtGetVersion()}.json"
-        self._choices: dict[str, list[int]] = _read(self._file)
+        choices = recall(self._file, dict[str, list[int]])
+        self._choices = {shape: words for shape, words in choices.items() if len(words) == len(Algorithm().data)}
 
     def __call__(self, x: Tensor, weight: Tensor, out: Tensor, *, in_out: bool = False) -> None:
         """Write x [N, K] times weight [M, K] transposed into out [N, M]; with a leading dimension, as many such products.
@@ -105,10 +104,7 @@ class MatMul:
 
     def save(self) -> None:
         """Remember what was chosen for the next start."""
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._file.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(self._choices))
-        os.replace(draft, self._file)
+        remember(self._file, self._choices)
 
     def _run(self, product: Product, x: Tensor, weight: Tensor, out: Tensor) -> None:
         # Column-major, as cuBLAS sees it, this is out^T = weight x^T.
@@ -203,10 +199,3 @@ def _library() -> ctypes.CDLL:
         library.cublasLtGetVersion.restype = ctypes.c_size_t
         return library
     raise RuntimeError(f"none of {', '.join(NAMES)} can be loaded")
-
-
-def _read(file: Path) -> dict[str, list[int]]:
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}

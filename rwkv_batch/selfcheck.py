@@ -1,11 +1,11 @@
 """Each op's kernels against the reference op, once, on the card that is there; what fails runs on the reference op instead.
 
 A driver, a compiler or a card that nobody tried must cost speed, never right answers. The result is kept beside the built
-library, so that the check runs once for each build and card.
+library, so that the check runs once for each build and card; but a check that came to no result runs again at the next start.
 """
 
-import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from rwkv_batch.kernel_state import StateFill
 from rwkv_batch.launch import Launcher
 from rwkv_batch.model import Model
 from rwkv_batch.reference import Rows
+from rwkv_batch.remembered import recall, remember
 from rwkv_batch.state import State
 from rwkv_batch.weights import HEAD_SIZE, Layer, ModelShape, Weights
 from sampling.choose import check
@@ -69,21 +70,46 @@ class PartlyReferenceOps(KernelOps):
 
 
 def failing(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None) -> list[str]:
-    """Return the names of ops, SAMPLER and FILL, whose kernels disagree with the reference here; remembered in `file`."""
+    """Return the names of ops, SAMPLER and FILL, whose kernels disagree with the reference here; remembered in `file`.
+
+    What cannot be run counts too, until the next start. OutOfMemoryError where there is no memory to find it out.
+    """
     key = f"{torch.cuda.get_device_name(launcher.device)}, torch {torch.__version__}, state {wkv_dtype}, check {EXTENT}"
-    known = json.loads(file.read_text()) if file is not None and file.exists() else {}
-    if key not in known:
-        known[key] = [name for name in OPS if not _agrees(name, launcher, wkv_dtype)]
-        if wrong := check(launcher.device, launcher.library):
-            log.error("sampling rules that the kernel gets wrong: %s", "; ".join(wrong))
-            known[key].append(SAMPLER)
-        if not _fills(launcher, wkv_dtype):
-            known[key].append(FILL)
-        if file is not None:
-            file.write_text(json.dumps(known))
-    for name in known[key]:
-        log.error("the kernels of %s DISAGREE with the reference on this card: it runs in plain torch, slowly", name)
-    return known[key]
+    known = recall(file, dict[str, list[str]]) if file is not None else {}
+    wrong = known.get(key)
+    if wrong is None or not {*wrong} <= {*OPS, SAMPLER, FILL}:
+        wrong, broken = _check_all(launcher, wkv_dtype)
+        if file is not None and not broken:
+            remember(file, known | {key: wrong})
+        wrong += broken
+    for name in wrong:
+        log.error("the kernels of %s give WRONG RESULTS or none on this card: it runs in plain torch, slowly", name)
+    return wrong
+
+
+def _check_all(launcher: Launcher, wkv_dtype: torch.dtype) -> tuple[list[str], list[str]]:
+    """Return the names of what gives wrong results and of what cannot be run."""
+    checks: dict[str, Callable[[], bool]] = {name: lambda name=name: _agrees(name, launcher, wkv_dtype) for name in OPS}
+    checks[SAMPLER] = lambda: _samples(launcher)
+    checks[FILL] = lambda: _fills(launcher, wkv_dtype)
+    wrong, broken = [], []
+    for name, agrees in checks.items():
+        try:
+            if not agrees():
+                wrong.append(name)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            log.error("%s: %s", name, error)
+            broken.append(name)
+    return wrong, broken
+
+
+def _samples(launcher: Launcher) -> bool:
+    wrong = check(launcher.device, launcher.library)
+    if wrong:
+        log.error("sampling rules that the kernel gets wrong: %s", "; ".join(wrong))
+    return not wrong
 
 
 @torch.inference_mode()
@@ -99,9 +125,9 @@ def _agrees(name: str, launcher: Launcher, wkv_dtype: torch.dtype) -> bool:
             tested.choose(product, num_tokens, way)
             try:
                 got = _run(tested, weights, lengths, wkv_dtype)
-            except (RuntimeError, ValueError) as error:
-                log.error("op %s (%s by %s): %s", name, product, way, error)
-                return False
+            except (RuntimeError, ValueError):
+                log.error("op %s (%s by %s) cannot be run for rows of %s", name, product, way, lengths)
+                raise
             for one, other in zip(expected, got, strict=True):
                 if not float((one - other).norm()) <= TOLERANCE * float(one.norm()):  # NaN is a failure too
                     log.error("op %s (%s by %s): wrong for rows of %s", name, product, way, lengths)
@@ -125,12 +151,8 @@ def _fills(launcher: Launcher, wkv_dtype: torch.dtype) -> bool:
         generator = torch.Generator(device=launcher.device).manual_seed(0)
         for tensor in (state.shift, state.wkv):
             tensor.normal_(generator=generator)
-        try:
-            state.put_many(range(1, SLOTS, 7), state.take(0))
-            state.clear(range(2, SLOTS, 7))
-        except RuntimeError as error:
-            log.error("state: %s", error)
-            return False
+        state.put_many(range(1, SLOTS, 7), state.take(0))
+        state.clear(range(2, SLOTS, 7))
         states.append(state)
     one, other = states
     return torch.equal(one.shift, other.shift) and torch.equal(one.wkv, other.wkv)
