@@ -55,7 +55,6 @@ TRANSLATE = {
 
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [NATIVE, {**NATIVE, "stream": True, "chunk_size": 1}, *CHATS],
-    "/openai/v1/chat/completions": CHATS,
     "/v2/chat/completions": [{**NATIVE, "pad_zero": True}, {**NATIVE, "stream": True}],
     "/v3/chat/completions": [{"messages": TALK, "max_tokens": 4, "enable_think": True}, {**NATIVE, "stream": True}],
     "/FIM/v1/batch-FIM": [{"prefix": ["a", "b"], "suffix": ["c", "d"], "max_tokens": 4, "stream": stream} for stream in (0, 1)],
@@ -82,19 +81,25 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/state/rewind": [{"session_id": "f2", "version": 1, "expect_version": 2}],
     "/state/export": [{"session_id": "f2", "version": 1}],
 }
-for _base in ("/v1", "/openai/v1"):
-    EXAMPLES |= {
-        f"{_base}/completions": COMPLETIONS,
-        f"{_base}/responses": RESPONSES,
-        f"{_base}/embeddings": [{"input": "x"}],
-    }
-for _base in ("", "/v1", "/openai", "/openai/v1"):
-    EXAMPLES |= {
-        f"{_base}/tokenize": [{"prompt": "Hello", "add_special_tokens": True}, {"messages": TALK}],
-        f"{_base}/detokenize": [{"tokens": [1, 2, 65529]}],
-        f"{_base}/apply_template": [{"messages": TALK}],
-        f"{_base}/apply-template": [{"messages": MESSAGES, "add_generation_prompt": False}],
-    }
+OPENAI: dict[str, list[dict[str, Any]]] = {  # under any of OpenAI's bases
+    "/chat/completions": CHATS,
+    "/completions": COMPLETIONS,
+    "/responses": RESPONSES,
+    "/responses/input_tokens": RESPONSES,
+    "/embeddings": [{"input": "x"}],
+    "/tokenize": [{"prompt": "Hello", "add_special_tokens": True}, {"messages": TALK}],
+    "/detokenize": [{"tokens": [1, 2, 65529]}],
+    "/apply_template": [{"messages": TALK}],
+    "/apply-template": [{"messages": MESSAGES, "add_generation_prompt": False}],
+}
+
+
+def examples(path: str) -> list[dict[str, Any]]:
+    """Valid bodies of a route. Raises KeyError for one that has none here."""
+    if path in EXAMPLES:
+        return EXAMPLES[path]
+    return OPENAI[path.removeprefix("/openai").removeprefix("/v1")]
+
 
 DEEP = functools.reduce(lambda inside, level: [inside] if level % 2 else {"a": inside}, range(60), "x")
 HOSTILE: list[Any] = [
@@ -154,7 +159,7 @@ class Mutator:
         if path == "/state/import":
             return Case(f"{path}?session_id=i{self.rng.randrange(9)}&overwrite=true{self._maybe(QUERIES)}", self._file())
         foreign = self.rng.random() < 0.05  # the body of another route
-        body: Any = copy.deepcopy(self.rng.choice(EXAMPLES[self.rng.choice(list(EXAMPLES)) if foreign else path]))
+        body: Any = copy.deepcopy(self.rng.choice(examples(self.rng.choice(list(EXAMPLES)) if foreign else path)))
         for _ in range(self.rng.choice((0, 1, 1, 1, 1, 2))):
             body = self._changed(body)
         self._bound(body)

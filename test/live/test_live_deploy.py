@@ -459,6 +459,10 @@ def test_what_the_image_holds_serves(image, engine, tmp_path):
         port = environ["RWKV_BATCH_PORT"]
         wait_until(lambda: f":{port}  " in (tmp_path / "log").read_text(), 60, "the server's address")
         wait_until(lambda: subprocess.run(check, env=environ, capture_output=True).returncode == 0, 10, "a healthy server")
+        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=30)
+        with contextlib.closing(connection):
+            connection.request("GET", "/web/index.html")
+            assert connection.getresponse().status == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
