@@ -206,7 +206,7 @@ class ResponseAnswer(Answer):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions or None,
-            "max_output_tokens": body.max_output_tokens,
+            "max_output_tokens": None if body.max_output_tokens == NO_LIMIT else body.max_output_tokens,
             "metadata": body.metadata,
             "model": self.head["model"],
             "output": output,

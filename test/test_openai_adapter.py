@@ -280,12 +280,21 @@ def test_fields_that_would_change_the_text_are_refused_by_name():
     for name, value in (
         ("repeat_penalty", 1.1), ("thinking_budget", 100), ("thinking.budget_tokens", 1024), ("reasoning.max_tokens", 10),
         ("chat_template_kwargs.thinking_budget", 9), ("prefix", "a"), ("no_repeat_ngram_size", 3),
+        ("echo", True), ("suffix", "b"), ("regex", "a"), ("min_new_tokens", 5),
     ):  # fmt: skip
         outer, _, inner = name.partition(".")
         with pytest.raises(InvalidRequest) as error:
             chat(**{outer: {inner: value} if inner else value})
         assert (error.value.param, error.value.code) == (name, "unsupported_parameter")
-    neutral = {"min_p": 0, "repetition_penalty": 1.0, "repeat_penalty": 1, "thinking_budget": -1, "reasoning": {}, "prefix": ""}
+    neutral = {
+        "min_p": 0,
+        "repetition_penalty": 1.0,
+        "repeat_penalty": 1,
+        "thinking_budget": -1,
+        "reasoning": {},
+        "prefix": "",
+        "echo": False,
+    }
     assert chat(tools=[], response_format={"type": "text"}, top_a=None, unknown=[1], **neutral) == chat()
 
 
@@ -489,9 +498,9 @@ def test_a_response_and_its_stream():
     assert told[0]["response"]["completed_at"] is None
     last = told[-1]
     assert (last["type"], last["response"]["usage"]) == ("response.completed", response["usage"])
-    cut = answer_to(ResponseAnswer, ResponseBody)
+    cut = answer_to(ResponseAnswer, ResponseBody, max_output_tokens=-1)
     response = json.loads(cut.document(step([Delta(0, "a", 1)], [Finish(0, "length", 4, 1)])))
-    assert (response["status"], response["completed_at"]) == ("incomplete", None)
+    assert (response["status"], response["completed_at"], response["max_output_tokens"]) == ("incomplete", None, None)
 
 
 def test_one_choice_that_fails_fails_the_answer_once_and_at_the_end():
