@@ -10,6 +10,7 @@ settings come in by it, orders and reports pass over it, and its end means that 
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import logging
 import math
 import os
@@ -90,6 +91,11 @@ class Child:
         self.socket.setblocking(False)
 
     @property
+    def key(self) -> str:
+        """The name of its figures."""
+        return key_of(self.role, self.index)
+
+    @property
     def name(self) -> str:
         """For people."""
         return "engine" if self.role == "engine" else f"HTTP process {self.index}"
@@ -120,6 +126,11 @@ class Child:
             self.process.send_signal(signal.SIGUSR2)
         elif before <= patience + STACKS_SECONDS < self.silent:
             self.process.kill()
+
+
+def key_of(role: str, index: int) -> str:
+    """What processes that follow one another have in common."""
+    return f"{role}-{index}"
 
 
 class Supervisor:
@@ -229,11 +240,13 @@ class Supervisor:
         self.children.remove(child)
         self.selector.unregister(child.socket)
         child.socket.close()
-        metrics.forget(self.folder / "metrics", child.process.pid)
+        metrics.forget(self.folder / "metrics", child.key)
         if self.draining_until is not None:
             return None
         now = time.monotonic()
-        reason = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        how = signal.Signals(-status).name if status < 0 else str(status)
+        reason = f"by signal {how}" if status < 0 else f"with status {how}"
+        metrics.process_ends().labels(child.role, how).inc()
         if child.role == "engine":
             if status == EXIT_USAGE:
                 return EXIT_USAGE
@@ -349,30 +362,54 @@ def claim_port(config: Config) -> tuple[Config, socket.socket]:
     return replace(config, port=port), claim
 
 
-def make_folder() -> Path:
-    """A folder only we may enter, for sockets and figures; folders of servers that were killed are removed."""
+def make_folder() -> tuple[Path, int]:
+    """A folder only we may enter, for sockets and figures, and the lock on it; folders of servers that were killed are removed.
+
+    A lock and no process id says who is alive, because containers that share a folder do not share ids. It also keeps
+    systemd-tmpfiles away, which ages files in /tmp. Raises UsageError.
+    """
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     if len(os.fsencode(base)) > MAX_BASE:
         base = Path("/tmp")
     for old in base.glob(FOLDER_PREFIX + "*"):
-        pid = old.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
-        with contextlib.suppress(OSError):
-            if pid.isdigit() and old.stat().st_uid == os.getuid() and not alive(int(pid)):
-                shutil.rmtree(old)
-    folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", dir=base))
-    (folder / "metrics").mkdir()
-    return folder
-
-
-def alive(pid: int) -> bool:
-    """Whether a process has this id."""
+        if "-" not in old.name.removeprefix(FOLDER_PREFIX):  # with a hyphen: an older version's, which did not lock them
+            remove_unlocked(old)
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        while True:
+            folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))
+            with contextlib.suppress(BlockingIOError, FileNotFoundError):  # found by another server before it was locked
+                return folder, lock_folder(folder)
+    except OSError as error:
+        raise UsageError(f"no folder for sockets in {base}: {error.strerror}; set TMPDIR to one with room") from None
+
+
+def lock_folder(folder: Path) -> int:
+    """Make `folder` ours; returns what holds it. Raises BlockingIOError or FileNotFoundError when it is being removed."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError as error:  # then nobody else can lock it either, to remove it
+            log.warning("%s cannot be locked: %s", folder, error.strerror)
+        (folder / "metrics").mkdir()
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def remove_unlocked(folder: Path) -> None:
+    """Remove a folder of ours that no server holds."""
+    with contextlib.suppress(OSError):
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(lock).st_uid == os.getuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+        finally:
+            os.close(lock)
 
 
 def main() -> int:
@@ -386,7 +423,8 @@ def main() -> int:
             config = replace(config, model_path=str(find_model(config)))
         set_up_logging(config)
         config, claim = claim_port(config)
-        folder = make_folder()
+        folder, lock = make_folder()
+        metrics.use_folder(folder / "metrics", "supervisor")
         say(f"loading {config.model_path or 'no model, the engine is a stand-in'}")
         with claim:
             return Supervisor(config, folder).run()
@@ -396,6 +434,7 @@ def main() -> int:
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
 
 
 # --- the children ---
@@ -443,7 +482,7 @@ def child_main(role: str) -> int:
     config = control.birth.config
     set_up_logging(config)
     threading.excepthook = end_with_thread
-    metrics.use_folder(Path(control.birth.folder) / "metrics")
+    metrics.use_folder(Path(control.birth.folder) / "metrics", key_of(role, control.birth.index))
     return (engine_main if role == "engine" else http_main)(control, config, Path(control.birth.folder))
 
 

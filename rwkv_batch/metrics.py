@@ -1,14 +1,25 @@
 """Counters and histograms in Prometheus' form; names are vLLM's with our prefix, so that its dashboards need one replacement.
 
 Every process writes its figures into files of one shared folder (prometheus-client's multiprocess mode); `page` adds them all
-up, so any HTTP process can answer for the whole server, also while the engine is gone. Without the folder, as in tests, the
-figures are this process's own. Knows nothing of HTTP.
+up, so any HTTP process can answer for the whole server, also while the engine is gone. The files of a process that ended are
+taken over by its successor. Without the folder, as in tests, the figures are this process's own. Knows nothing of HTTP.
 """
 
+import logging
 import os
+import sys
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
+
+log = logging.getLogger(__name__)
 
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # read by prometheus_client when it is imported
+KINDS = ("counter", "histogram", "gauge_livesum")
+FILE_BYTES = 1 << 16  # of each kind and process, more than twice what is used
 PREFIX = "rwkv_batch:"
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
@@ -27,15 +38,62 @@ ENGINE_NAMES = {
 }
 
 
-def use_folder(path: str | os.PathLike) -> None:
-    """Share figures through this folder; call before anything else here. It exists and is empty at the server's start."""
+def use_folder(path: str | os.PathLike, name: str) -> None:
+    """Share figures through this folder, which exists; call before anything else here.
+
+    No other process that runs has this `name`, without underscores; totals go on where the last one that had it stopped. When
+    the disk has no room, the figures of this process are not shared: written to all the same, they would end it (SIGBUS).
+    """
     os.environ[FOLDER] = str(path)
+    from prometheus_client import values
+
+    try:
+        for kind in KINDS:
+            _reserve(Path(path) / f"{kind}_{name}.db")
+    except OSError as error:
+        log.warning("/metrics goes without the figures of this process: %s", error)
+        values.ValueClass = values.MutexValue
+    else:
+        values.ValueClass = values.MultiProcessValue(lambda: name)
 
 
-def forget(path: str | os.PathLike, pid: int) -> None:
-    """A process has ended: its gauges no longer count, its totals stay."""
-    for file in Path(path).glob(f"gauge_live*_{pid}.db"):
-        file.unlink(missing_ok=True)
+def _reserve(file: Path) -> None:
+    """Make sure that the file is there with all its blocks, and readable. Raises OSError."""
+    from prometheus_client.mmap_dict import MmapedDict
+
+    try:
+        if not 0 <= int.from_bytes(file.read_bytes()[:4], sys.byteorder, signed=True) <= file.stat().st_size >= FILE_BYTES:
+            raise ValueError
+        list(MmapedDict.read_all_values_from_file(file))
+        return
+    except FileNotFoundError:
+        pass
+    except Exception:
+        log.warning("the figures in %s cannot be read and begin anew", file.name)
+    whole = file.with_suffix(".new")
+    try:
+        whole.write_bytes(bytes(FILE_BYTES))
+        whole.replace(file)
+    except OSError:
+        whole.unlink(missing_ok=True)
+        raise
+
+
+def forget(path: str | os.PathLike, name: str) -> None:
+    """The process of this name has ended: its gauges no longer count, its totals stay. Takes no room on the disk."""
+    try:
+        with open(Path(path) / f"gauge_livesum_{name}.db", "r+b") as file:
+            file.write(bytes(8))  # so many bytes are used
+    except OSError:
+        pass
+
+
+@cache
+def process_ends() -> "Counter":
+    """Children of the supervisor that ended while it wanted them; the supervisor's own figure."""
+    from prometheus_client import Counter
+
+    return Counter(PREFIX + "process_ends", "Processes that ended and were replaced, by role and how", ["role", "how"])
 
 
 class HttpMetrics:

@@ -1,5 +1,6 @@
 """What happens around processes, as far as it can be seen without starting a server."""
 
+import errno
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from models import ROOT
 
 import app
 from rwkv_batch.config import Config
+from rwkv_batch.errors import UsageError
 
 DYING = """
 import threading, time, app
@@ -198,9 +200,53 @@ def test_sockets_are_made_where_their_paths_fit(tmp_path, monkeypatch):
     base = tmp_path / ("long" * 20)
     base.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
-    folder = app.make_folder()
+    folder, lock = app.make_folder()
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(folder / "engine"))
     finally:
         shutil.rmtree(folder)
+        os.close(lock)
+
+
+def test_a_servers_folder_is_its_own_until_it_ends(tmp_path, monkeypatch):
+    """Whatever process ids say: containers that share a folder have ids of their own."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(app, "MAX_BASE", 1000)
+    folder, lock = app.make_folder()
+    older = tmp_path / f"{app.FOLDER_PREFIX}1-abcdefgh"  # of a version that did not lock it
+    older.mkdir()
+    other, other_lock = app.make_folder()
+    assert {folder, other, older} == set(tmp_path.iterdir())
+    os.close(lock)
+    last, last_lock = app.make_folder()
+    assert {other, older, last} == set(tmp_path.iterdir())
+    os.close(other_lock)
+    os.close(last_lock)
+
+
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(app, "MAX_BASE", 1000)
+    locks = []
+
+    def lock(folder, real=app.lock_folder):
+        if not locks:
+            app.remove_unlocked(folder)
+        locks.append(folder)
+        return real(folder)
+
+    monkeypatch.setattr(app, "lock_folder", lock)
+    folder, held = app.make_folder()
+    assert [folder] == list(tmp_path.iterdir()) == locks[1:]
+    os.close(held)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+def test_a_folder_that_cannot_be_made_is_a_wrong_setting(monkeypatch, code):
+    def mkdtemp(**more):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(app.tempfile, "mkdtemp", mkdtemp)
+    with pytest.raises(UsageError, match="TMPDIR"):
+        app.make_folder()
