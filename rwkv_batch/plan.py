@@ -2,7 +2,7 @@
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from rwkv_batch.request import Sequence
@@ -85,16 +85,25 @@ class PromptQueue:
     requests as far as the turn that ended at the cut goes.
     """
 
-    def __init__(self, budget: int):
-        """`budget`: tokens a plan may feed, >= 1. Pieces are multiples of PIECE, or of a smaller budget, or end at a cut or a
-        prompt's end."""
+    def __init__(self, budget: int, may_begin: Callable[[Sequence], bool] = lambda sequence: True):
+        """Pieces are multiples of PIECE, or of a smaller budget, or end at a cut or a prompt's end.
+
+        budget     tokens a plan may feed, >= 1
+        may_begin  called before a sequence is fed first; False: it is to be forgotten, and added again later
+        """
         self.budget = budget
+        self._may_begin = may_begin
         self._piece = min(PIECE, budget)
         self._requests: OrderedDict[str, deque[Sequence]] = OrderedDict()  # the next to have its turn is first
         self._rests: dict[str, int] = {}  # tokens left of turns that ended at a cut
 
     def __bool__(self) -> bool:
         return bool(self._requests)
+
+    def is_next(self, sequence: Sequence) -> bool:
+        """Whether the next turn of the sequence's request is its own."""
+        sequences = self._requests.get(sequence.request.id)
+        return sequences is not None and sequences[0] is sequence
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose prompt is to be fed from `num_fed` on, behind those of its request."""
@@ -124,16 +133,16 @@ class PromptQueue:
             rest = min(self._rests.pop(request_id, turn), turn)
             num_paused = len(paused)
             spent = self._take_turn(sequences, min(rest, left, scored_left if scored else left), fed_before, paused)
-            if (len(paused) > num_paused or not spent) and rest - spent >= self._piece:
+            if (len(paused) > num_paused or (sequences and not spent)) and rest - spent >= self._piece:
                 self._rests[request_id] = rest - spent
             if scored and not spent and left >= self._piece:
                 passed_over.append((request_id, sequences))
                 continue
             if sequences:
                 self._requests[request_id] = sequences
-            if not spent:
-                self._requests.move_to_end(request_id, last=False)
-                break
+                if not spent:
+                    self._requests.move_to_end(request_id, last=False)
+                    break
             left -= spent
             scored_left -= spent if scored else 0
         self._put_back(passed_over, paused)
@@ -152,11 +161,14 @@ class PromptQueue:
     def _take_turn(
         self, sequences: deque[Sequence], limit: int, fed_before: dict[Sequence, int], paused: list[Sequence]
     ) -> int:
-        """Feed `sequences` up to `limit` tokens; return how many it were. Those that are complete are dropped, those that
-        have come to a cut are moved to `paused`."""
+        """Feed `sequences` up to `limit` tokens; return how many it were. Those that are complete or may not begin are dropped,
+        those that have come to a cut are moved to `paused`."""
         left = limit
         while sequences:
             sequence = sequences[0]
+            if sequence.num_fed == sequence.cached and not self._may_begin(sequence):
+                sequences.popleft()
+                continue
             end = sequence.cuts[0] if sequence.cuts else len(sequence.prompt)
             rest = end - sequence.num_fed
             num_tokens = rest if rest <= left else left // self._piece * self._piece

@@ -2,7 +2,9 @@
 
 Prompts are cut into blocks of BLOCK tokens, and the blocks of all prompts seen form a tree; a node may hold the state after the
 tokens on the way to it. A row starts from the deepest state on its way. A row whose way coincides with that of one being fed
-waits for it: so a prefix is computed once, however many rows of however many requests begin with it. Where a state is worth
+waits for it: so a prefix is computed once, however many rows of however many requests begin with it. It waits for a row of
+another request only if that is fed no later than it would be itself, so that nobody waits in another's queue; if it does not
+wait, it looks once more when its own turn comes. Where a state is worth
 its memory is seen from the tree (Pan et al., "Marconi: prefix caching for the era of hybrid LLMs", 2024): where two prompts
 part, for that prefix has come twice; at the end of a long prompt, which the next turn of a chat begins with; and every
 `every_tokens` where a long prompt is cut anyhow.
@@ -25,6 +27,7 @@ from rwkv_batch.request import Sequence
 BLOCK = PIECE  # tokens
 TAIL = 16  # tokens fed after the last state: products over fewer rows are summed in another order
 MAX_NODES = 65_536  # two million tokens of prompts seen
+MAX_WAITS = 2  # of a row for rows of other requests, which may be cancelled before they are there
 
 
 class Snapshot(Protocol):
@@ -36,11 +39,11 @@ class Snapshot(Protocol):
 class Node:
     """The end of a prefix of `depth` blocks.
 
-    row      a row that will feed up to here, while it has not
-    waiting  rows that will start from here as soon as it has
+    rows     of each request, the first row that will feed up to here, also when it has
+    waiting  rows that will start from here as soon as one of them has
     """
 
-    __slots__ = ("block", "children", "depth", "parent", "row", "snapshot", "waiting")
+    __slots__ = ("block", "children", "depth", "parent", "rows", "snapshot", "waiting")
 
     def __init__(self, parent: "Node | None", block: bytes, depth: int):
         self.parent = parent
@@ -48,7 +51,7 @@ class Node:
         self.depth = depth
         self.children: dict[bytes, Node] = {}
         self.snapshot: Snapshot | None = None
-        self.row: Sequence | None = None
+        self.rows: dict[str, Sequence] = {}
         self.waiting: list[Sequence] = []
 
     @property
@@ -63,11 +66,13 @@ class Way:
 
     kept      tokens behind the last state on it
     waits_at  the node it waits at
+    leader    the row that it waits for there
     """
 
     nodes: list[Node] = field(default_factory=list)
     kept: int = 0
     waits_at: Node | None = None
+    leader: Sequence | None = None
 
 
 class PrefixCache:
@@ -97,8 +102,11 @@ class PrefixCache:
         """Figures of this moment."""
         return {"prefix_states": len(self._states), "prefix_bytes": self.num_bytes, **self._totals}
 
-    def start(self, sequence: Sequence) -> bool:
-        """A row has its slot: choose the state it starts from. False: it waits, and `fed` or `end` will return it."""
+    def start(self, sequence: Sequence, is_next: Callable[[Sequence], bool]) -> bool:
+        """A row has its slot: choose the state it starts from. False: it waits, and `fed` or `end` will return it.
+
+        is_next  whether the next turn of a row's request is this row's
+        """
         request = sequence.request
         limit = (len(sequence.prompt) - TAIL) // BLOCK
         if sequence.initial is not None or not request.cache or request.prompt_logprobs is not None:
@@ -112,12 +120,10 @@ class PrefixCache:
         for node in reversed(way.nodes[hit.depth if hit else 0 : known]):
             if node.num_tokens < self.min_tokens:
                 break
-            if _will_pass(node):
-                if node.num_tokens not in node.row.cuts:
-                    insort(node.row.cuts, node.num_tokens)
-                node.waiting.append(sequence)
-                way.waits_at = node
-                self._claim(way, sequence, node.depth)
+            leader = _leader(node, sequence, hit.num_tokens if hit else 0, is_next)
+            if leader is not None:
+                self._wait(way, sequence, node, leader)
+                _claim(way, sequence, node.depth)
                 return False
         if hit is not None:
             self._states.move_to_end(hit)
@@ -125,7 +131,30 @@ class PrefixCache:
         if known * BLOCK - way.kept >= self.min_tokens:
             sequence.cuts.append(known * BLOCK)
         self._plan_end(sequence, way)
-        self._claim(way, sequence, hit.depth if hit else 0)
+        _claim(way, sequence, hit.depth if hit else 0)
+        return True
+
+    def begin(self, sequence: Sequence, is_next: Callable[[Sequence], bool]) -> bool:
+        """A row's turn has come: choose once more, as far as its followers allow. Returns the same as `start`."""
+        way = self._ways.get(sequence)
+        if way is None or sequence.settling:
+            return True
+        followers = (other for node in way.nodes for other in node.waiting if self._ways[other].leader is sequence)
+        may_wait = all(follower.request is sequence.request for follower in followers)
+        for node in reversed(way.nodes[sequence.cached // BLOCK :]):
+            if node.num_tokens < self.min_tokens:
+                break
+            if any(cut < node.num_tokens for cut in sequence.cuts):
+                continue  # the state there is wanted, or waited for
+            if node.snapshot is not None:
+                self._states.move_to_end(node)
+                self._begin_at(sequence, way, node, node.snapshot)
+                self._plan_end(sequence, way)
+                return True
+            leader = _other_leader(node, sequence, sequence.cached, is_next) if may_wait else None
+            if leader is not None:
+                self._wait(way, sequence, node, leader)
+                return False
         return True
 
     def waits(self, sequence: Sequence) -> bool:
@@ -154,10 +183,11 @@ class PrefixCache:
             self._store(node, snapshot)
         followers, node.waiting = node.waiting, []
         for follower in followers:
-            self._ways[follower].waits_at = None
+            way = self._ways[follower]
+            way.waits_at = way.leader = None
             if snapshot is not None:
-                self._begin_at(follower, self._ways[follower], node, snapshot)
-            self._plan_end(follower, self._ways[follower])
+                self._begin_at(follower, way, node, snapshot)
+            self._plan_end(follower, way)
         return followers
 
     def end(self, sequence: Sequence, *, poisoned: bool = False) -> list[Sequence]:
@@ -177,10 +207,12 @@ class PrefixCache:
         for row in thrown_back:
             row.cuts.clear()
             for node in self._ways.pop(row).nodes:
-                if node.row is row:
-                    node.row = None
-                    thrown_back += node.waiting
-                    node.waiting = []
+                if node.rows.get(row.request.id) is row:
+                    del node.rows[row.request.id]
+                    followers = [other for other in node.waiting if self._ways[other].leader is row]
+                    if followers:
+                        thrown_back += followers
+                        node.waiting = [other for other in node.waiting if other not in followers]
         followers = thrown_back[1:]
         for follower in followers:
             self._count_query(follower, -1)  # it will ask again
@@ -214,24 +246,27 @@ class PrefixCache:
             self._forget_oldest()
         return known
 
+    def _wait(self, way: Way, sequence: Sequence, node: Node, leader: Sequence) -> None:
+        """Let a row wait until another one has been fed up to a node."""
+        if node.num_tokens not in leader.cuts:
+            insort(leader.cuts, node.num_tokens)
+        node.waiting.append(sequence)
+        way.waits_at, way.leader = node, leader
+        sequence.num_waits += leader.request is not sequence.request
+
     def _begin_at(self, sequence: Sequence, way: Way, node: Node, snapshot: Snapshot) -> None:
-        """Let a row start from a state instead of from the first token."""
+        """Let a row start from a state instead of from the first token, or from one further on."""
+        self._totals["prefix_hits_total"] += sequence.initial is None
+        self._totals["prefix_cached_tokens_total"] += node.num_tokens - sequence.cached
         sequence.initial = snapshot
         sequence.num_fed = sequence.cached = way.kept = node.num_tokens
-        self._totals["prefix_hits_total"] += 1
-        self._totals["prefix_cached_tokens_total"] += node.num_tokens
+        sequence.cuts = [cut for cut in sequence.cuts if cut > node.num_tokens]
 
     def _plan_end(self, sequence: Sequence, way: Way) -> None:
         """Have the row stop for a state at its end, if the end is far from the last one."""
         end = len(way.nodes) * BLOCK
         if end - max([way.kept, *sequence.cuts]) >= self.every_tokens:
             sequence.cuts.append(end)
-
-    def _claim(self, way: Way, sequence: Sequence, depth: int) -> None:
-        """Note on the nodes below `depth` that this row comes by, unless another one does."""
-        for node in way.nodes[depth:]:
-            if node.row is None or not _will_pass(node):
-                node.row = sequence
 
     def _store(self, node: Node, snapshot: Snapshot) -> None:
         if node.snapshot is None:
@@ -257,7 +292,37 @@ class PrefixCache:
             del self._roots[node.parent.block.decode()]
 
 
-def _will_pass(node: Node) -> bool:
-    """Whether a row is on its way to this node."""
-    row = node.row
-    return row is not None and row.slot >= 0 and not row.settling and row.num_fed < node.num_tokens
+def _claim(way: Way, sequence: Sequence, depth: int) -> None:
+    """Note on the nodes below `depth` that this row comes by, unless another one of its request does."""
+    for node in way.nodes[depth:]:
+        row = node.rows.get(sequence.request.id)
+        if row is None or not _will_pass(row, node):
+            node.rows[sequence.request.id] = sequence
+
+
+def _leader(node: Node, sequence: Sequence, begin: int, is_next: Callable[[Sequence], bool]) -> Sequence | None:
+    """Return a row that is at this node no later than `sequence` would be if it were fed from `begin` on, if there is one."""
+    own = node.rows.get(sequence.request.id)
+    if own is not None and _will_pass(own, node) and own.num_fed >= begin:
+        return own  # it came before
+    # One that is alone in its request may wait itself: it does so only for who is soon there.
+    return _other_leader(node, sequence, begin, lambda row: row.request.num_rows == 1 or is_next(row))
+
+
+def _other_leader(node: Node, sequence: Sequence, begin: int, is_soon: Callable[[Sequence], bool]) -> Sequence | None:
+    """Return such a row of another request."""
+    if sequence.num_waits >= MAX_WAITS:
+        return None
+    for row in node.rows.values():
+        if row.request is sequence.request or row.num_fed < begin or not _will_pass(row, node):
+            continue
+        if row.num_fed == node.num_tokens or is_soon(row):
+            return row
+    return None
+
+
+def _will_pass(row: Sequence, node: Node) -> bool:
+    """Whether a row is on its way to this node, or is planned to stop there."""
+    if row.slot < 0 or row.settling:
+        return False
+    return row.num_fed < node.num_tokens or (row.num_fed == node.num_tokens and node.num_tokens in row.cuts)

@@ -126,11 +126,14 @@ class Sequence:
     slot         index into the state arrays, -1 while waiting and after the end
     initial      the state to start from (a `Snapshot`), None for the empty one
     cached       leading ids of `prompt` that `initial` has seen already
+    num_waits    times it waited for a row of another request to feed what their prompts share
     cuts         places in `prompt`, ascending, where a plan must stop, because the state there is wanted
     settling     whether the row has ended and only its state is brought to the end of the visible text
     """
 
-    __slots__ = ("cached", "cuts", "index", "initial", "num_fed", "num_sampled", "prompt", "request", "settling", "slot")
+    __slots__ = (
+        "cached", "cuts", "index", "initial", "num_fed", "num_sampled", "num_waits", "prompt", "request", "settling", "slot",
+    )  # fmt: skip
 
     def __init__(self, request: Request, index: int):
         self.request = request
@@ -141,6 +144,7 @@ class Sequence:
         self.slot = -1
         self.initial = None
         self.cached = 0
+        self.num_waits = 0
         self.cuts: list[int] = []
         self.settling = False
 

@@ -39,7 +39,7 @@ class Scheduler:
         self._batches: dict[str, Batch] = {}  # every live request
         self._queue: deque[Batch] = deque()  # those that are ready to start rows
         self._settled = True  # whether nothing has changed since no more rows could start
-        self._prompts = PromptQueue(prefill_budget)
+        self._prompts = PromptQueue(prefill_budget, self._may_begin)
         self._decoding: dict[Sequence, Row] = {}  # rows whose prompt is fed and that may still sample
         self._decoded_last = True
 
@@ -145,8 +145,12 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> None:
         """Have a row fed that has its slot, now or when the state it starts from is there."""
-        if self.prefixes is None or self.prefixes.start(sequence):
+        if self.prefixes is None or self.prefixes.start(sequence, self._prompts.is_next):
             self._prompts.add(sequence)
+
+    def _may_begin(self, sequence: Sequence) -> bool:
+        """Whether a row is to be fed now, from the best state there is, and need not wait for one that is being fed."""
+        return self.prefixes is None or self.prefixes.begin(sequence, self._prompts.is_next)
 
     def _feed_prompts(self) -> list[Row]:
         """Return the next pieces of prompts; rows that sample with it decode from the next plan on."""

@@ -201,7 +201,7 @@ def test_nodes_are_bounded(monkeypatch):
         prompt = prompt_of(rng, 200) if number % 3 else [1] * 64 + prompt_of(rng, 100)
         sequence = Sequence(Request(id="r", prompts=[prompt], sampling=SamplingParams(), max_tokens=1), 0)
         sequence.slot = 0
-        assert cache.start(sequence)
+        assert cache.start(sequence, lambda row: True)
         for end in [*sequence.cuts, len(prompt)]:
             sequence.num_fed = end
             cache.fed(sequence, State)
@@ -214,6 +214,77 @@ def test_nodes_are_bounded(monkeypatch):
         stack += stack.pop().children.values()
         count += 1
     assert count == 1 + len(cache._nodes)
+
+
+def plans_until(scheduler, sequence):
+    """Run until a row's first token is planned; rows end with theirs. Returns the number of plans."""
+    for count in range(1, 10_000):
+        for row in scheduler.next_plan().rows:
+            if row.ids:
+                scheduler.resume(scheduler.prefixes.fed(row.sequence, State))
+            if row.sample:
+                scheduler.finish(row.sequence)
+        if sequence.num_sampled:
+            return count
+    raise AssertionError("it waits for ever")
+
+
+def request_of(name, prompts, **fields):
+    return Request(id=name, prompts=prompts, sampling=SamplingParams(), max_tokens=1, loop="continuous", **fields)
+
+
+@pytest.mark.parametrize("shared", [128, 256, 640])
+def test_a_row_does_not_wait_in_the_queue_of_another_request(shared):
+    """What it shares with a row far back there is not worth the prompts before that one."""
+    rng = random.Random(9)
+    scheduler = Scheduler(num_slots=64, prefill_budget=1024, mixed=True, prefixes=PrefixCache(10_000))
+    documents = [prompt_of(rng, 2000) for _ in range(50)]
+    scheduler.add(request_of("big", documents))
+    scheduler.next_plan()
+    (short,) = scheduler.add(request_of("short", [documents[-1][:shared] + prompt_of(rng, 40)]))
+    assert plans_until(scheduler, short) <= 4
+    (last,) = scheduler.add(request_of("last", [documents[-2][:shared] + prompt_of(rng, 40)]))
+    assert plans_until(scheduler, last) <= 4
+
+
+def test_leaders_that_are_cancelled_do_not_hold_up_a_row_for_ever():
+    """Others send the same prompt again and again, and leave just before it is fed."""
+    prompt = prompt_of(random.Random(10), 2000)
+    scheduler = Scheduler(num_slots=8, prefill_budget=64, mixed=True, prefixes=PrefixCache(10_000))
+    scheduler.add(request_of("leader0", [prompt]))
+    scheduler.next_plan()
+    (row,) = scheduler.add(request_of("row", [prompt]))
+    for count in range(1, 40):
+        scheduler.add(request_of(f"leader{count}", [prompt]))
+        for _ in range(20):
+            if row.num_sampled:
+                return
+            for planned in scheduler.next_plan().rows:
+                scheduler.resume(scheduler.prefixes.fed(planned.sequence, State))
+        scheduler.cancel(f"leader{count - 1}")
+        assert count < 10, "it waits for ever"
+
+
+def test_the_same_prompts_in_another_request_are_not_fed_again():
+    """Rows that do not wait in another's queue still start from the states that are there when their turn comes."""
+    rng = random.Random(11)
+    prompts = [prompt_of(rng, 300) for _ in range(6)]
+    plain = harness_with(None, slots=24, budget=64)
+    plain.submit("r", prompts, max_tokens=3)
+    plain.run()
+    harness = harness_with(PrefixCache(2**30), slots=24, budget=64)
+    for name in "ab":
+        harness.submit(name, prompts * 2, max_tokens=3, loop="continuous")
+        for _ in range(8):
+            harness.worker.turn()
+    harness.run()
+    assert tokens_fed(harness) <= 6 * 300 + 18 * (BLOCK + TAIL) + 300
+    for name in "ab":
+        assert [harness.texts[name][i] for i in range(12)] == [plain.texts["r"][i % 6] for i in range(12)]
+    stats = harness.worker.stats()
+    cached = sum(harness.finishes[name][i].cached_tokens for name in "ab" for i in range(12))
+    assert stats["prefix_cached_tokens_total"] == cached
+    assert stats["prefix_hits_total"] == sum(harness.finishes[name][i].cached_tokens > 0 for name in "ab" for i in range(12))
 
 
 class Seen:
