@@ -47,6 +47,7 @@ log = logging.getLogger("rwkv_batch.engine")
 CPU_SLOTS, CPU_PREFILL = 64, 256
 GPU_SLOTS, GPU_PREFILL, GPU_BUSY_PREFILL = 320, 4096, 512
 CHECKPOINTS = 2  # states that a turn of a session holds beside its slot
+LESS_MEMORY = ("--slots", "--prefill-budget", "--prefix-cache-mib", "--l1-sessions", "--max-logit-bias")  # the first: anywhere
 STATE_SHARE = 4  # automatic slots take at most this fraction (one in four) of the memory left beside the weights
 MIB = 2**20
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -66,8 +67,12 @@ def build_worker(config: Config, deliver: Callable[[dict[bytes, list[Progress | 
     tokenizer = for_vocab(shape.vocab_size)
     on_cpu = device.type == "cpu"
     budget = config.prefill_budget or (CPU_PREFILL if on_cpu else GPU_PREFILL)
-    room = 0 if library is None else buffer_bytes(shape, budget) + pool_bytes(config, shape)
-    num_slots = plan_memory(shape, dtype, device, config.slots, name, choose_wkv_dtype(config, library), room)
+    wkv_dtype = choose_wkv_dtype(config, library)
+    buffers = per_slot = 0
+    if library is not None:
+        buffers = buffer_bytes(shape, budget) + pool_bytes(config, shape, wkv_dtype)
+        per_slot = sampling_bytes(config, shape)
+    num_slots = plan_memory(shape, dtype, device, config.slots, name, wkv_dtype, buffers, per_slot)
     weights = weights_module.from_tensors(
         tensors, name=name, dtype=dtype, device=device, valid_ids=lambda vocab_size: valid_ids(tokenizer)
     )
@@ -279,15 +284,19 @@ def plan_memory(
     name: str,
     wkv_dtype: torch.dtype = torch.float32,
     buffers: int = 0,
+    sampling: int = 0,
 ) -> int:
     """Say what is needed and what is free, and return the number of slots; CheckpointError when it does not fit.
+
+    buffers   bytes needed however many slots there are
+    sampling  bytes of a slot beside its state
 
     Every slot may be a turn of a session: its checkpoints are counted, though a server without sessions does without them.
     """
     free = free_memory(device)
     weights = shape.count_bytes(dtype)
     state = slot_bytes(shape, wkv_dtype)
-    per_slot = state + (6 * shape.vocab_size if buffers else 0)  # logits, penalties
+    per_slot = state + sampling
     room = free - weights - buffers
     if not slots:
         wanted = CPU_SLOTS if device.type == "cpu" else GPU_SLOTS
@@ -295,15 +304,19 @@ def plan_memory(
     checkpoints = slots * CHECKPOINTS * state
     needed = weights + buffers + slots * per_slot + checkpoints
     log.info(
-        "needs %s MiB: weights %s, %d slots of %.1f MiB, their checkpoints at most %s; free on %s: %s MiB",
-        f"{needed / MIB:,.0f}", f"{weights / MIB:,.0f}", slots, per_slot / MIB, f"{checkpoints / MIB:,.0f}", device,
-        f"{free / MIB:,.0f}",
+        "needs %s MiB: weights %s, buffers, sessions and prefixes %s, %d slots of %.1f MiB, their checkpoints at most %s;"
+        " free on %s: %s MiB",
+        f"{needed / MIB:,.0f}", f"{weights / MIB:,.0f}", f"{buffers / MIB:,.0f}", slots, per_slot / MIB,
+        f"{checkpoints / MIB:,.0f}", device, f"{free / MIB:,.0f}",
     )  # fmt: skip
     if needed > free:
         where = "GPU memory" if device.type == "cuda" else "memory"
+        rest = f"; buffers, sessions and prefixes: {buffers / MIB:,.0f}" if buffers else ""
+        flags = LESS_MEMORY if buffers else LESS_MEMORY[:1]
+        advice = f"; it takes less with a smaller {' or '.join(flags)}" if weights < free else ""
         raise CheckpointError(
-            f"{name}: needs {needed / MIB:,.0f} MiB of {where} ({slots} slots, {CHECKPOINTS} checkpoints each),"
-            f" only {free / MIB:,.0f} MiB are free"
+            f"{name}: needs {needed / MIB:,.0f} MiB of {where} ({slots} slots, {CHECKPOINTS} checkpoints each;"
+            f" weights: {weights / MIB:,.0f}{rest}), only {free / MIB:,.0f} MiB are free{advice}"
         )
     return slots
 
@@ -316,10 +329,15 @@ def buffer_bytes(shape: ModelShape, max_tokens: int) -> int:
     return max_tokens * per_token + SCORED_TOKENS * 2 * shape.vocab_size + low_rank + 256 * MIB
 
 
-def pool_bytes(config: Config, shape: ModelShape) -> int:
+def pool_bytes(config: Config, shape: ModelShape, wkv_dtype: torch.dtype) -> int:
     """Bytes that sessions and cached prefixes may take on the device."""
-    sessions = min(config.l1_mib * MIB, config.l1_sessions * slot_bytes(shape, torch.float16))
+    sessions = min(config.l1_mib * MIB, config.l1_sessions * slot_bytes(shape, wkv_dtype))
     return sessions + config.prefix_cache_mib * MIB
+
+
+def sampling_bytes(config: Config, shape: ModelShape) -> int:
+    """Bytes of a slot's logits, penalties and logit bias."""
+    return 6 * shape.vocab_size + 12 * config.max_logit_bias
 
 
 def slot_bytes(shape: ModelShape, wkv_dtype: torch.dtype) -> int:

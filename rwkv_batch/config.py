@@ -68,10 +68,11 @@ class Config:
     )
     threads: int = setting(0, "model", "CPU threads of the engine; 0 = automatic", low=0, high=4096)
 
-    slots: int = setting(0, "batching", "sequences decoded at the same time; 0 = automatic", low=0, high=65536)
-    prefill_budget: int = setting(0, "batching", "prompt tokens fed in one step; 0 = automatic", low=0, high=1_048_576)
+    # CUDA grids have at most 65,535 blocks along y: rows of a step, or pieces of 16 of its tokens.
+    slots: int = setting(0, "batching", "sequences decoded at the same time; 0 = automatic", low=0, high=65_535)
+    prefill_budget: int = setting(0, "batching", "prompt tokens fed in one step; 0 = automatic", low=0, high=1_000_000)
     busy_prefill_budget: int = setting(
-        0, "batching", "the same while others decode, whose next tokens wait for the step; 0 = automatic", low=0, high=1_048_576
+        0, "batching", "the same while others decode, whose next tokens wait for the step; 0 = automatic", low=0, high=1_000_000
     )
     batch_invariant: bool = setting(
         False, "batching", "decode in graphs of one size only: a row's tokens then do not depend on how many others run"

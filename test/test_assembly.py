@@ -1,5 +1,7 @@
 """What the engine is put together from, as far as a machine without a GPU can tell."""
 
+import re
+
 import pytest
 import torch
 from models import TINY, random_weights
@@ -44,13 +46,53 @@ def test_cached_files_leave_room_in_a_container(tmp_path, monkeypatch):
 def test_a_number_of_slots_is_given_only_when_their_checkpoints_fit_too(buffers, monkeypatch):
     cpu, fp16 = torch.device("cpu"), torch.float16
     shape = ModelShape(2, 128, 512, 256, 32, 32, 32, 32)
-    per_slot = 3 * assembly.slot_bytes(shape, fp16) + (6 * shape.vocab_size if buffers else 0)
+    sampling = assembly.sampling_bytes(Config(), shape) if buffers else 0
+    per_slot = 3 * assembly.slot_bytes(shape, fp16) + sampling
     free = shape.count_bytes(fp16) + buffers + 100 * per_slot
     monkeypatch.setattr(assembly, "free_memory", lambda device: free)
-    assert assembly.plan_memory(shape, fp16, cpu, 100, "tiny", fp16, buffers) == 100
+    assert assembly.plan_memory(shape, fp16, cpu, 100, "tiny", fp16, buffers, sampling) == 100
     with pytest.raises(CheckpointError, match="101 slots"):
-        assembly.plan_memory(shape, fp16, cpu, 101, "tiny", fp16, buffers)
-    assert 1 < assembly.plan_memory(shape, fp16, cpu, 0, "tiny", fp16, buffers) < 100
+        assembly.plan_memory(shape, fp16, cpu, 101, "tiny", fp16, buffers, sampling)
+    assert 1 < assembly.plan_memory(shape, fp16, cpu, 0, "tiny", fp16, buffers, sampling) < 100
+
+
+def test_the_plan_counts_what_wide_states_and_long_biases_take():
+    shape, fp16, fp32 = ModelShape(32, 4096, 16384, 65536, 128, 128, 96, 480), torch.float16, torch.float32
+    one = 32 * (2 * 4096 * 4 + 64 * 64 * 64 * 4)  # bytes of a state
+    assert assembly.pool_bytes(Config(l1_sessions=5, prefix_cache_mib=7), shape, fp32) == 5 * one + 7 * MIB
+    assert assembly.pool_bytes(Config(l1_mib=100), shape, fp32) < assembly.pool_bytes(Config(), shape, fp16)
+    more = assembly.sampling_bytes(Config(max_logit_bias=65536), shape) - assembly.sampling_bytes(
+        Config(max_logit_bias=0), shape
+    )
+    assert more == 65536 * (8 + 4)
+
+
+def test_who_has_too_little_memory_is_told_which_flags_help(monkeypatch):
+    shape, gpu = ModelShape(24, 2048, 8192, 65536, 96, 96, 64, 256), torch.device("cuda")
+    monkeypatch.setattr(assembly, "free_memory", lambda device: int(3.6 * 2**30))
+
+    def slots(budget: int, **settings) -> int:
+        config = Config(**settings)
+        buffers = assembly.buffer_bytes(shape, budget) + assembly.pool_bytes(config, shape, torch.float16)
+        sampling = assembly.sampling_bytes(config, shape)
+        return assembly.plan_memory(shape, torch.float16, gpu, 0, "1.5b", torch.float16, buffers, sampling)
+
+    with pytest.raises(CheckpointError) as refused:
+        slots(assembly.GPU_PREFILL)
+    flags = re.findall(r"--[\w-]+", refused.value.message)
+    assert flags == list(assembly.LESS_MEMORY)
+    assert set(flags) <= {f"--{name.replace('_', '-')}" for name in vars(Config())}
+    assert slots(512, prefix_cache_mib=64, l1_sessions=2) >= 8
+    with pytest.raises(CheckpointError) as refused:
+        assembly.plan_memory(shape, torch.float32, torch.device("cpu"), 0, "1.5b")
+    assert "--" not in refused.value.message, "nothing helps where the weights alone are too much"
+
+
+def test_no_step_has_more_rows_or_pieces_than_a_grid_has_blocks():
+    for too_large in ({"slots": 65_536}, {"prefill_budget": 16 * 65_536}, {"busy_prefill_budget": 16 * 65_536}):
+        with pytest.raises(UsageError):
+            Config(**too_large)
+    assert Config(slots=65_535).slots == 65_535
 
 
 def test_planes_are_put_back_in_order():
