@@ -10,10 +10,12 @@ the host - happens in one storage thread, so no step ever waits for it.
     DB     SQLite, `--state-db`     no limit
 
 `durability` says when a turn is acknowledged: "turn" after its commit; "relaxed" at once, and it is on disk within
-`relaxed_seconds`; "shutdown" at once, and it is on disk when it leaves L2 or the server stops. A turn that cannot be written
-fails and the session stays at its last version. What was acknowledged stays in memory until it is on disk.
+`relaxed_seconds`, so while the disk takes none no more are acknowledged; "shutdown" at once, and it is on disk when it leaves
+L2 or the server stops. A turn that cannot be written fails and the session stays at its last version. What was acknowledged
+stays in memory until it is on disk.
 """
 
+import contextlib
 import hashlib
 import heapq
 import logging
@@ -71,6 +73,7 @@ BACKLOG_STATES, BACKLOG_BYTES = 64, 512 * 2**20  # states that may wait for the 
 IDLE_SECONDS = 1.0  # without work until the write-ahead log is copied back
 LIST_SESSIONS = 1000  # read at once for a list: some milliseconds
 RETRY_SECONDS = 1.0  # until a state that could not be written is tried again
+LOST_NAMED = 10  # in the log
 MAX_REPLAYS = 1000  # answers in memory, kept for their idempotency keys
 
 
@@ -82,6 +85,7 @@ class Held:
     due      when it has to be on disk, on the clock of time.monotonic; infinite: when it leaves memory; None: it is there
     replays  answers for idempotency keys that go to disk with it, each with its session as the request named it
     node     of a new node: the dialogue and the number
+    response  whether it is the state of an answer of the Responses API
     """
 
     key: Key
@@ -93,6 +97,7 @@ class Held:
     due: float | None = None
     replays: list[tuple[str, Replay]] = field(default_factory=list)
     node: tuple[str, int] | None = None
+    response: bool = False
 
 
 class Lease:
@@ -235,6 +240,7 @@ class StatePool:
         self._backlog_bytes = 0
         self._num_commits = 0  # waiting
         self._closing = False
+        self._refused: str | None = None  # why the last flush failed
         self._totals = {"state_commits_total": 0, "state_commit_seconds_total": 0.0, "state_commit_failures_total": 0,
                         "state_loads_l1_total": 0, "state_loads_l2_total": 0, "state_loads_db_total": 0}  # fmt: skip
         self._thread = threading.Thread(target=self._run, name="storage", daemon=True)
@@ -289,12 +295,16 @@ class StatePool:
                 **self._totals,
             }
 
-    def close(self) -> None:
-        """Write what is not on disk yet and end; waits for it."""
+    def close(self) -> int:
+        """Write what is not on disk yet and end; waits for it. Returns how many sessions could not be written and are lost."""
         with self._lock:
             self._closing = True
             self._wake.notify_all()
         self._thread.join()
+        lost = [held.key[1] for held in self._iter_held() if held.due is not None]
+        if lost:
+            log.critical("%d sessions could not be written and are lost, such as %r", len(lost), lost[:LOST_NAMED])
+        return len(lost)
 
     # Turns. The lock is held.
 
@@ -305,10 +315,17 @@ class StatePool:
             raise Conflict("a turn with this idempotency key is in progress", code="turn_running", retry_after=1.0)
         if len(self._turns.get(lease.key, ())) > self._max_waiting:
             raise self._busy(lease)
+        if session.keep:
+            self._check_promise()
         num_states = self._num_commits + len(self._leaving)
         num_bytes = self._backlog_bytes + sum(held.snapshot.num_bytes for held in self._leaving.values())
         if session.keep and (num_states >= BACKLOG_STATES or num_bytes >= BACKLOG_BYTES):
             raise Unavailable("too many states wait for the disk", code="storage_busy")
+
+    def _check_promise(self) -> None:
+        """Refuse what would be said to be on disk within `relaxed_seconds` while the disk refuses such states."""
+        if self._refused is not None and self.durability == "relaxed":
+            raise StorageFailed(f"earlier turns still wait for the disk: {self._refused}")
 
     def _check_open(self) -> None:
         if self._closing:
@@ -328,7 +345,7 @@ class StatePool:
         lease.deadline = math.inf
         session = lease.session
         dialogue = (lease.request.namespace, session.name)
-        in_memory = session.key is None or _key_of(lease) in self._replays
+        in_memory = session.key is None or self._fresh_replay(_key_of(lease)) is not None
         numbered = session.node is None or not session.keep or dialogue in self._nodes
         held = self._find(lease.key)
         if held is not None and in_memory and numbered:
@@ -341,8 +358,8 @@ class StatePool:
         session = lease.session
         try:
             if session.key is not None:
-                replay = replay or self._replays.get(_key_of(lease))
-                if replay is not None and replay.created > time.time() - self._database.replay_seconds:
+                replay = replay or self._fresh_replay(_key_of(lease))
+                if replay is not None:
                     if replay.digest != _digest(lease.request):
                         raise Unprocessable(
                             "this idempotency key was used for another request", code="idempotency_key_reused",
@@ -365,6 +382,11 @@ class StatePool:
         self._by_request.pop(lease.request.id, None)
         self._granted.add(lease)
         lease.ready(lease)
+
+    def _fresh_replay(self, key: tuple[str, str, str]) -> Replay | None:
+        """The answer in memory for an idempotency key, if it is to be given again."""
+        replay = self._replays.get(key)
+        return replay if replay is not None and replay.created > self._database.now() - self._database.replay_seconds else None
 
     def _check(self, lease: Lease, held: Held | None) -> None:
         session, version = lease.session, held.version if held else 0
@@ -408,7 +430,12 @@ class StatePool:
     # What is in memory. The lock is held.
 
     def _find(self, key: Key) -> Held | None:
-        return self._levels["l1"].get(key) or self._levels["l2"].get(key) or self._leaving.get(key)
+        held = self._levels["l1"].get(key) or self._levels["l2"].get(key) or self._leaving.get(key)
+        if held is not None and held.response and held.updated <= self._database.now() - self._database.response_seconds:
+            with self._lock:
+                self._drop(key)
+            return None
+        return held
 
     def _promote(self, held: Held) -> None:
         """Make it the newest of L1."""
@@ -465,7 +492,7 @@ class StatePool:
     def _run(self) -> None:
         try:
             self._database.open_if_there()
-        except RwkvBatchError as error:
+        except RwkvBatchError as error:  # requests without sessions are served all the same
             log.error("%s", error.message)
         while True:
             woken = True
@@ -483,6 +510,9 @@ class StatePool:
                     log.exception("the storage thread could not do its work")
             self._flush_due(time.monotonic())
             self._database.tidy(waiting=bool(self._jobs), idle=not woken)
+            if not woken:
+                with contextlib.suppress(RwkvBatchError):  # logged; there is time for another try
+                    self._database.forget_responses()
         self._flush_due(None)
         self._database.tidy(waiting=False, idle=True)
         self._database.close()
@@ -574,6 +604,8 @@ class StatePool:
             self._nodes[namespace, session.name] = self._last_node(namespace, session.name)
         if self._find(lease.key) is not None:
             return None, None
+        if lease.takes_turns:
+            self._adopt(lease.key)  # so that the turn can be taken back
         record = self._database.find(*lease.key)
         if record is not None:
             return self._read(lease.key, record), None
@@ -583,9 +615,12 @@ class StatePool:
         """Keep the states of turns that ended."""
         began = time.monotonic()
         good: list[tuple[_Commit, Held]] = []
+        new: set[Key] = set()  # names given to new sessions by turns that are written together with this one
         for job in jobs:
             try:
-                good.append((job, self._prepare(job)))
+                good.append((job, self._prepare(job, new)))
+                if job.lease.session.kept_as is not None:
+                    new.add(job.lease.target)
             except RwkvBatchError as error:
                 self._failed(job, error)
             except Exception:
@@ -598,26 +633,30 @@ class StatePool:
         self._totals["state_commits_total"] += len(good)
         self._totals["state_commit_seconds_total"] += time.monotonic() - began
 
-    def _prepare(self, job: _Commit) -> Held:
+    def _prepare(self, job: _Commit, new: set[Key]) -> Held:
         """Give the state its name and version; Conflict or EngineFailed when it cannot be kept."""
         lease, session = job.lease, job.lease.session
         if lease.revoked:
             raise Conflict(f"session {lease.target[1]!r} was deleted during the turn", code="session_deleted")
+        self._check_promise()
         if not self.copies.is_finite(job.snapshot, job.written):
             raise EngineFailed("the state at the end of this turn is not finite; the session stays as it was")
         now = time.time()
         if session.kept_as is not None:
             self._check_free(*lease.target)
-            held = Held(lease.target, 1, job.snapshot, job.newlines, now, job.written)
+            if lease.target in new:
+                raise _exists_already(lease.target[1])
+            held = Held(lease.target, 1, job.snapshot, job.newlines, now, job.written, response=session.response)
         elif session.node is None:
-            held = Held(lease.key, lease.version + 1, job.snapshot, job.newlines, now, job.written)
+            version = lease.version + 1
+            held = Held(lease.key, version, job.snapshot, job.newlines, now, job.written, response=session.response)
         else:
             dialogue = (lease.request.namespace, session.name)
             number, key = self._next_node(dialogue)
             held = Held(key, 1, job.snapshot, job.newlines, now, job.written, node=(session.name, number))
         if session.key is not None:
             answer = msgspec.structs.replace(job.answer, kept=self._kept(held, replayed=True))
-            replay = Replay(session.key, _digest(lease.request), msgspec.msgpack.encode(answer), now)
+            replay = Replay(session.key, _digest(lease.request), msgspec.msgpack.encode(answer), self._database.now())
             held.replays.append((session.name, replay))
         return held
 
@@ -645,7 +684,10 @@ class StatePool:
     def _turn_of(self, held: Held) -> Turn:
         snapshot = self.copies.to_host(held.snapshot, held.arrived)
         pieces = self.file.encode(Stored(snapshot, held.newlines))
-        return Turn(*held.key, held.version, snapshot.elapsed, held.newlines, pieces, held.updated, held.replays, held.node)
+        return Turn(
+            *held.key, held.version, snapshot.elapsed, held.newlines, pieces, held.updated, held.replays, held.node,
+            response=held.response,
+        )  # fmt: skip
 
     def _publish(self, job: _Commit, held: Held) -> None:
         """The session is at its new version."""
@@ -662,10 +704,20 @@ class StatePool:
                 if old is not None and old.due is not None:  # it will not be written any more
                     held.replays = old.replays + held.replays
                     held.due = min(held.due, old.due)
-            self._put(held)
+            self._keep_in_memory(held)
             self._count_node(held.key)
             self._settled(job)
         job.done(self._kept(held))
+
+    def _keep_in_memory(self, held: Held) -> None:
+        """The newest of L1; but a response, which few continue, pushes no session out and only waits for the disk."""
+        if not held.response:
+            self._put(held)
+        else:
+            self._drop(held.key)
+            if held.due is not None:
+                self._leaving[held.key] = held
+                self._enqueue(_Flush(held))
 
     def _failed(self, job: _Commit, error: RwkvBatchError) -> None:
         """The turn is not kept; the session stays at its last version."""
@@ -728,11 +780,13 @@ class StatePool:
             self._write(helds)
         except RwkvBatchError as error:
             self._totals["state_commit_failures_total"] += len(helds)
+            self._refused = error.message
             log.error("%d states wait for the disk: %s", len(helds), error.message)
             retry = time.monotonic() + max(self._relaxed_seconds, RETRY_SECONDS)
             for held in helds:
                 held.due = retry
             return
+        self._refused = None
         with self._lock:
             for held in helds:
                 held.due, held.replays = None, []
@@ -743,16 +797,17 @@ class StatePool:
 
     def _read(self, key: Key, record: Record) -> Held:
         """Read a version from disk."""
-        stored = self.file.decode(self._database.pieces(record.state), pin=self.copies.on_gpu)
-        return Held(key, record.version, stored.snapshot, stored.newlines, record.updated)
+        stored = self.file.decode(self._database.pieces(record), pin=self.copies.on_gpu)
+        return Held(key, record.version, stored.snapshot, stored.newlines, record.updated, response=bool(record.response))
 
     def _read_reference(self, key: Key) -> Held | None:
         """Read a session of rwkv_lightning whose file this is; its version is 1."""
-        data = self._database.reference_state(key[1]) if not key[0] else None
-        if data is None:
+        found = self._database.reference_state(*key)
+        if found is None:
             return None
+        data, updated = found
         stored = self.file.decode_reference(data)
-        return Held(key, 1, stored.snapshot, stored.newlines, time.time())
+        return Held(key, 1, stored.snapshot, stored.newlines, updated)
 
     def _last_node(self, namespace: str, name: str) -> int:
         """The largest number of a node of this dialogue, on disk or not yet."""
@@ -795,13 +850,18 @@ class StatePool:
             listing.answer(page)
 
     def _status(self, action: Status) -> Iterator[Page | None]:
-        namespace = action.namespace
+        namespace, responses = action.namespace, action.responses
         with self._lock:
-            l1 = [held for held in self._levels["l1"].values() if held.key[0] == namespace]
-            l2 = [held for held in (*self._levels["l2"].values(), *self._leaving.values()) if held.key[0] == namespace]
+            l1, l2 = (
+                [held for held in level if held.key[0] == namespace and (responses or not held.response)]
+                for level in (
+                    [*self._levels["l1"].values()],
+                    [*self._levels["l2"].values(), *self._leaving.values()],
+                )
+            )
         names = [held.key[1] for held in (*l1, *l2)]
         ids = self._database.ids(namespace, names)
-        num_db = self._database.count(namespace) - len(ids)
+        num_db = self._database.count(namespace, responses=responses) - len(ids)
         counts = {"total": len(names) + num_db, "l1": len(l1), "l2": len(l2), "db": num_db}
         entries = [*(_entry(held, "l1") for held in l1), *(_entry(held, "l2") for held in l2)]
         if action.name is not None:
@@ -811,16 +871,18 @@ class StatePool:
         if limit is not None and limit <= LIST_SESSIONS:
             sessions = entries[offset : offset + limit]
             if len(sessions) < limit:
-                start = max(0, offset - len(entries))
-                sessions += map(_listed, self._database.page(namespace, without=ids, offset=start, limit=limit - len(sessions)))
+                part = {"offset": max(0, offset - len(entries)), "limit": limit - len(sessions)}
+                sessions += map(_listed, self._database.page(namespace, without=ids, responses=responses, **part))
             yield Page(sessions=sessions, **counts)
             return
         found: list[Listed] = []
         last, in_memory = "", set(names)
-        while piece := self._database.named_after(namespace, last, LIST_SESSIONS):  # names do not change: each comes once
+        while piece := self._database.named_after(namespace, last, LIST_SESSIONS, responses=responses):
             found += [session for session in piece if session.name not in in_memory]
-            last = piece[-1].name
+            last = piece[-1].name  # names do not change: each comes once
             yield None
+        seen = in_memory | {session.name for session in found}
+        found += [session for session in self._database.reference(namespace) if session.name not in seen]
         found.sort(reverse=True)  # by time and id, as `page` does
         entries += map(_listed, found)
         yield Page(sessions=entries[offset:][:limit], **counts)
@@ -829,6 +891,8 @@ class StatePool:
         """The session's entry with its versions."""
         record = self._database.find(namespace, name)
         entry = next((e for e in entries if e.name == name), None) or (_stored_entry(name, record) if record else None)
+        if entry is None:
+            entry = next((_listed(session) for session in self._database.reference(namespace) if session.name == name), None)
         if entry is None:
             return []
         versions = {entry.version, *self._database.kept_versions(namespace, name)}
@@ -872,7 +936,8 @@ class StatePool:
             raise PreconditionFailed(f"session {name!r} is at version {newest.version}", param="expect_version")
         version = action.version
         if version is None:
-            version = max((v for v in self._database.kept_versions(namespace, name) if v < newest.version), default=0)
+            current = newest.version if newest.origin is None else newest.origin
+            version = max((v for v in self._database.kept_versions(namespace, name) if v < current), default=0)
         record = self._record(namespace, name, version)
         self._take_out(key)
         self._database.rewind(namespace, name, record, newest.version + 1)
@@ -880,7 +945,7 @@ class StatePool:
 
     def _export(self, action: Export) -> Page:
         record = self._record(action.namespace, action.name, action.version)
-        stored = self.file.decode(self._database.pieces(record.state))
+        stored = self.file.decode(self._database.pieces(record))
         with open(action.path, "wb") as out:
             for piece in self.file.encode(stored):
                 out.write(piece)
@@ -912,6 +977,7 @@ class StatePool:
             self._flush([held])
             if held.due is not None:
                 raise StorageFailed(f"session {name!r} could not be written")
+        self._adopt((namespace, name))
         record = self._database.find(namespace, name, version)
         if record is None and (version is None or self._database.find(namespace, name) is None):
             raise NotFound(f"there is no session {name!r}", code="session_not_found", param="session_id")
@@ -920,6 +986,14 @@ class StatePool:
             raise NotFound(f"session {name!r}: no {what} is kept", code="version_not_found", param="version")
         return record
 
+    def _adopt(self, key: Key) -> None:
+        """Make a session that is only in rwkv_lightning's table one of ours, as its version 1."""
+        held = self._read_reference(key)
+        if held is not None:
+            if not self.copies.is_finite(held.snapshot, None):
+                raise Unprocessable("the stored state cannot be used: it is not finite", code="state_unusable")
+            self._write([held])
+
     def _exists(self, namespace: str, name: str) -> bool:
         return self._find((namespace, name)) is not None or bool(self._database.ids(namespace, [name]))
 
@@ -927,7 +1001,7 @@ class StatePool:
         if not name:
             raise InvalidRequest("a session needs a name", param="session_id")
         if self._exists(namespace, name) or (namespace, name) in self._turns:
-            raise Conflict(f"there is a session {name!r} already", code="session_exists")
+            raise _exists_already(name)
 
     def _take_out(self, key: Key) -> None:
         """Take a session that is to change on disk out of memory, so that the next turn reads it; Conflict when it is busy."""
@@ -943,6 +1017,10 @@ class StatePool:
 
 def _key_of(lease: Lease) -> tuple[str, str, str]:
     return lease.request.namespace, lease.session.name, lease.session.key
+
+
+def _exists_already(name: str) -> Conflict:
+    return Conflict(f"there is a session {name!r} already", code="session_exists")
 
 
 def _digest(request: Request) -> bytes:

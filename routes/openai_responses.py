@@ -1,5 +1,5 @@
 """The Responses API. The state of each answer is kept as a session under the response's id, so an answer can be continued any
-number of times; its text is not kept.
+number of times until it is old (`--response-ttl-hours`) or there are too many (`--max-responses`); its text is not kept.
 """
 
 import time
@@ -115,8 +115,8 @@ class ResponseBody(GenerationBody, ThinkingFields):
         """The previous response's state is continued, and what becomes of it kept under the own id."""
         previous = self.previous_response_id
         if previous is None:
-            return Session(name=self.own_id) if self.store else None
-        return Session(name=previous, must_exist=True, keep=self.store, kept_as=self.own_id)
+            return Session(name=self.own_id, response=True) if self.store else None
+        return Session(name=previous, must_exist=True, keep=self.store, kept_as=self.own_id, response=True)
 
 
 class ResponseAnswer(Answer):

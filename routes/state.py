@@ -100,11 +100,12 @@ class NamedBody(Body):
 
 
 class StatusBody(Body):
-    """Which sessions to list: one, a page of all, or all."""
+    """Which sessions to list: one, a page of all, or all; with `responses` the states of the Responses API too."""
 
     session_id: str | None = None
     offset: int = Field(0, ge=0, le=MAX_ID)
     limit: int | None = Field(None, ge=0, le=MAX_ID)
+    responses: bool = False
 
 
 class DeleteBody(NamedBody):
@@ -239,7 +240,13 @@ async def status(call: Call) -> Plain:
     """POST /state/status: the sessions and where they are. Without `limit` all of them, as in the reference."""
     body = validate(StatusBody, call.body)
     page = await call.site.manage(
-        Status(namespace=call.namespace, name=body.session_id or None, offset=body.offset, limit=body.limit)
+        Status(
+            namespace=call.namespace,
+            name=body.session_id or None,
+            offset=body.offset,
+            limit=body.limit,
+            responses=body.responses,
+        )
     )
     sessions: list[dict[str, Any]] = []
     for start in range(0, len(page.sessions), DESCRIBED_AT_ONCE):

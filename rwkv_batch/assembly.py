@@ -108,7 +108,13 @@ def build_worker(config: Config, deliver: Callable[[dict[bytes, list[Progress | 
 
 def build_sessions(config: Config, weights: weights_module.Weights) -> StatePool:
     """Return the pool of sessions."""
-    database = SessionDatabase(config.state_db, versions=config.session_versions, replay_seconds=config.replay_seconds)
+    database = SessionDatabase(
+        config.state_db,
+        versions=config.session_versions,
+        replay_seconds=config.replay_seconds,
+        response_seconds=config.response_ttl_hours * 3600,
+        max_responses=config.max_responses,
+    )
     return StatePool(
         database,
         StateFile(weights.fingerprint, weights.shape),

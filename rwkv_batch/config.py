@@ -91,6 +91,12 @@ class Config:
     session_wait_seconds: float = setting(30.0, "sessions", "wait for a busy session until 409", low=0, high=3600)
     session_waiting: int = setting(64, "sessions", "turns that may wait for one session", low=0, high=65536)
     replay_seconds: float = setting(600.0, "sessions", "time an answer is kept for its idempotency key", low=0, high=86400)
+    response_ttl_hours: float = setting(
+        720.0, "sessions", "time the state of a stored response is kept to be continued", low=0.001, high=1_000_000
+    )
+    max_responses: int = setting(
+        1000, "sessions", "stored responses that are kept, the newest (of each API key with --isolate)", low=1, high=2**31 - 1
+    )
     max_session_bytes: int = setting(256, "sessions", "length of a session's name, bytes", low=1, high=65536)
     prefix_cache_mib: int = setting(
         1024, "sessions", "memory for states of cached prefixes, MiB; 0 = none", low=0, high=1_048_576

@@ -5,6 +5,9 @@ all versions that name it: a fork copies rows, not bytes. The bytes of a version
 state: to give its pages back to SQLite would take as long as to write them. WAL with synchronous=FULL: what was committed
 survives a power loss. Moves from an older schema happen in `MIGRATIONS`; a newer one is refused. A file of rwkv_lightning can
 be used as it is: its tables, `sessions` and `prefix_cache`, stay beside ours, and only what is deleted leaves them.
+
+A bit that flips on the disk must not make one session's state another's. So each version carries a checksum of all that leads
+to its bytes, and of how they end; and when the file is opened, what sessions are looked up in is read whole.
 """
 
 import contextlib
@@ -15,12 +18,16 @@ import logging
 import os
 import sqlite3
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from rwkv_batch.errors import RwkvBatchError, StorageFailed, Unavailable
+import msgspec
+
+from rwkv_batch.errors import RwkvBatchError, StorageFailed, Unavailable, Unprocessable
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +37,10 @@ WAL_BYTES = 256 * 2**20  # a write-ahead log longer than this is copied back alt
 WAL_SOON_BYTES = 16 * 2**20  # longer than this when none does: a little at a time, lest one turn wait for all of it
 STATE_SHIFT = 20  # of a piece's id: state << 20 | number
 MAX_REPLAYS = 1000  # answers kept for their idempotency keys, in each namespace
+SEAL_BYTES = 4  # the end of a state's bytes: its own checksum
+FORGET_AT_ONCE = 8  # old responses: a few at a time, lest a turn wait for all of them
+REFERENCE_ID = -(2**62)  # of the first of the sessions that are only in rwkv_lightning's table
+DAMAGE = (sqlite3.Error, OSError, ValueError, OverflowError, msgspec.MsgspecError)  # what reading a damaged file raises
 
 SCHEMA = """
 CREATE TABLE kept_sessions (id INTEGER PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL, version INTEGER NOT NULL,
@@ -51,7 +62,39 @@ CREATE TRIGGER session_added AFTER INSERT ON kept_sessions BEGIN
 CREATE TRIGGER session_removed AFTER DELETE ON kept_sessions BEGIN
     UPDATE kept_counts SET sessions = sessions - 1 WHERE namespace = OLD.namespace; END;
 """
-MIGRATIONS = [SCHEMA]  # step n leads from user_version n to n + 1
+RESPONSE_NAMES = "resp_" + "[0-9a-f]" * 24  # by which versions before this schema can be told from sessions
+CHECKSUMS = f"""
+ALTER TABLE kept_sessions ADD COLUMN response INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE kept_versions ADD COLUMN origin INTEGER;
+ALTER TABLE kept_versions ADD COLUMN seal BLOB;
+ALTER TABLE kept_versions ADD COLUMN checksum INTEGER;
+ALTER TABLE kept_replays ADD COLUMN checksum INTEGER;
+ALTER TABLE kept_counts ADD COLUMN responses INTEGER NOT NULL DEFAULT 0;
+DROP TRIGGER session_added;
+DROP TRIGGER session_removed;
+UPDATE kept_sessions SET response = 1 WHERE name GLOB '{RESPONSE_NAMES}' AND version = 1;
+CREATE INDEX responses_updated ON kept_sessions (namespace, updated) WHERE response;
+DELETE FROM kept_counts;
+INSERT INTO kept_counts SELECT namespace, sum(NOT response), sum(response) FROM kept_sessions GROUP BY namespace;
+CREATE TRIGGER session_added AFTER INSERT ON kept_sessions BEGIN
+    INSERT INTO kept_counts VALUES (NEW.namespace, NOT NEW.response, NEW.response) ON CONFLICT DO UPDATE
+    SET sessions = sessions + excluded.sessions, responses = responses + excluded.responses; END;
+CREATE TRIGGER session_removed AFTER DELETE ON kept_sessions BEGIN
+    UPDATE kept_counts SET sessions = sessions - NOT OLD.response, responses = responses - OLD.response
+    WHERE namespace = OLD.namespace; END;
+UPDATE kept_versions SET seal = (SELECT substr(data, -{SEAL_BYTES}) FROM kept_pieces
+    WHERE id >= state << {STATE_SHIFT} AND id < (state + 1) << {STATE_SHIFT} ORDER BY id DESC LIMIT 1);
+UPDATE kept_versions SET checksum = checksum_of(s.namespace, s.name, s.id, kept_versions.version, state, tokens, newlines,
+    num_bytes, kept_versions.updated, origin, seal) FROM kept_sessions s WHERE s.id = session;
+UPDATE kept_replays SET checksum = checksum_of(namespace, name, key, digest, answer, created);
+"""
+MIGRATIONS = [SCHEMA, CHECKSUMS]  # step n leads from user_version n to n + 1
+TABLES = ("kept_sessions", "kept_versions", "kept_spare", "kept_counts", "kept_dialogues", "kept_replays")  # of contents
+
+
+def checksum_of(*values: Any) -> int:
+    """The CRC-32 of a row's values."""
+    return zlib.crc32(msgspec.msgpack.encode(values))
 
 
 class Replay(NamedTuple):
@@ -63,9 +106,14 @@ class Replay(NamedTuple):
     created: float
 
 
-@dataclass
-class Record:
-    """One version of a session without its bytes; `state` names them."""
+class Record(NamedTuple):
+    """One version of a session without its bytes; `state` names them.
+
+    origin    the version whose state it is, None when it is its own
+    seal      the last bytes of the state
+    checksum  of all before it, the session's id and name; None in a read-only file of a version without checksums
+    response  whether it is the state of an answer of the Responses API
+    """
 
     version: int
     state: int
@@ -73,6 +121,19 @@ class Record:
     newlines: int
     num_bytes: int
     updated: float
+    origin: int | None
+    seal: bytes | None
+    checksum: int | None
+    session: int
+    response: int
+
+
+class Bytes(NamedTuple):
+    """A state as it was written: its id, how many bytes, the last of them."""
+
+    state: int
+    num_bytes: int
+    seal: bytes | None
 
 
 class Listed(NamedTuple):
@@ -88,7 +149,11 @@ class Listed(NamedTuple):
 
 @dataclass
 class Turn:
-    """A state to keep as a new version of a session. `node`: (dialogue, number) when it is a new node of one."""
+    """A state to keep as a new version of a session.
+
+    node      (dialogue, number) when it is a new node of one
+    response  whether a new session is the state of an answer of the Responses API, which is forgotten some day
+    """
 
     namespace: str
     name: str
@@ -99,64 +164,117 @@ class Turn:
     updated: float
     replays: list[tuple[str, Replay]] = field(default_factory=list)  # (session as the request named it, answer)
     node: tuple[str, int] | None = None
+    response: bool = False
 
 
 class SessionDatabase:
     """The file at `path`, opened by the first call that needs it and made by the first that writes.
 
-    versions        of a session that are kept
-    replay_seconds  how long answers are kept for their idempotency keys
-    Every method raises StorageFailed when the file cannot be read or written, Unavailable when another server has it.
+    versions          of a session that are kept
+    replay_seconds    how long answers are kept for their idempotency keys
+    response_seconds  how long the states of responses are kept, and `max_responses` how many of them in each namespace
+    Every method raises StorageFailed when the file cannot be read or written, Unavailable when another server has it, and those
+    that read one session Unprocessable when what is said of it is damaged.
     """
 
-    def __init__(self, path: str | os.PathLike, *, versions: int = 2, replay_seconds: float = 600.0):
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        *,
+        versions: int = 2,
+        replay_seconds: float = 600.0,
+        response_seconds: float = 30 * 86400.0,
+        max_responses: int = 1000,
+    ):
         self.path = Path(path).absolute()
         self.versions = versions
         self.replay_seconds = replay_seconds
+        self.response_seconds = response_seconds
+        self.max_responses = max_responses
         self.max_pages: int | None = None  # for tests: a disk this full
         self._connection: sqlite3.Connection | None = None
         self._lock_file: IO[str] | None = None
         self._read_only = False
+        self._schema = len(MIGRATIONS)  # of the open file
+        self._reference: dict[str, Listed] = {}  # sessions that are in rwkv_lightning's table and not in ours
         self._written = 0  # bytes of states since the log was copied back
+        self._began = time.time() - time.monotonic()
+
+    def now(self) -> float:
+        """Epoch seconds that no change of the clock makes jump while the server runs; for what is kept for a time."""
+        return self._began + time.monotonic()
 
     # Reading.
 
     def find(self, namespace: str, name: str, version: int | None = None) -> Record | None:
         """Return the newest version of a session, or the one asked for; None when there is none."""
-        rows = self._rows(
-            f"SELECT {_RECORD} FROM kept_sessions s JOIN kept_versions v"
-            " ON v.session = s.id AND v.version = ifnull(?, s.version) WHERE s.namespace = ? AND s.name = ?",
-            (version, namespace, name),
+        query = (
+            f"SELECT {_RECORD[self._schema]}, s.version, (SELECT max(version) FROM kept_versions WHERE session = s.id)"
+            " FROM kept_sessions s LEFT JOIN kept_versions v ON v.session = s.id AND v.version = ifnull(?, s.version)"
+            " WHERE s.namespace = ? AND s.name = ?"
         )
-        return Record(*rows[0]) if rows else None
+        rows = self._rows(query, (version, namespace, name))
+        if not rows:
+            return None
+        *values, last, largest = rows[0]
+        if last != largest:  # an older version must not be taken for the newest
+            raise _damaged(name)
+        if values[0] is None:
+            return None
+        try:
+            record = msgspec.convert(values, Record)
+        except msgspec.MsgspecError:
+            raise _damaged(name) from None
+        if record.checksum not in (None, checksum_of(namespace, name, record.session, *record[:8])):
+            raise _damaged(name)
+        return None if record.response and record.updated <= self.now() - self.response_seconds else record
 
-    def pieces(self, state: int) -> Iterator[bytes]:
-        """Yield the bytes of a state as they were written."""
+    def pieces(self, record: Record) -> Iterator[bytes]:
+        """Yield the bytes of a version as they were written; Unprocessable when they are not those."""
+        num_bytes, seal = 0, b""
         for number in range(1 << STATE_SHIFT):
-            rows = self._rows("SELECT data FROM kept_pieces WHERE id = ?", (state << STATE_SHIFT | number,))
+            rows = self._rows("SELECT data FROM kept_pieces WHERE id = ?", (record.state << STATE_SHIFT | number,))
             if not rows:
-                return
-            yield rows[0][0]
+                break
+            piece = rows[0][0]
+            if not isinstance(piece, bytes):
+                raise _damaged()
+            yield piece
+            num_bytes, seal = num_bytes + len(piece), (seal + piece[-SEAL_BYTES:])[-SEAL_BYTES:]
+        if record.seal is not None and (num_bytes, seal) != (record.num_bytes, record.seal):
+            raise _damaged()
 
-    def page(self, namespace: str, *, without: list[int], offset: int, limit: int) -> list[Listed]:
-        """Return sessions, newest first, leaving out those with the ids `without`."""
-        query = f"{_LIST} AND s.id NOT IN (SELECT value FROM json_each(?)) ORDER BY s.updated DESC, s.id DESC LIMIT ? OFFSET ?"
-        return list(map(Listed._make, self._rows(query, (namespace, json.dumps(without), limit, offset))))
+    def page(self, namespace: str, *, without: list[int], offset: int, limit: int, responses: bool = False) -> list[Listed]:
+        """Return sessions, newest first, leaving out those with the ids `without`, and responses unless they are wanted."""
+        query = f"{self._list(responses)} AND s.id NOT IN (SELECT value FROM json_each(?))"
+        query += " ORDER BY s.updated DESC, s.id DESC LIMIT ? OFFSET ?"
+        theirs = [session for session in self.reference(namespace) if session.id not in without]
+        if not theirs:
+            return self._listed(query, (namespace, json.dumps(without), limit, offset))
+        ours = self._listed(query, (namespace, json.dumps(without), offset + limit, 0))
+        return sorted([*ours, *theirs], reverse=True)[offset : offset + limit]
 
-    def named_after(self, namespace: str, name: str, limit: int) -> list[Listed]:
-        """Return the sessions whose names follow `name`, in the order of their names."""
-        query = f"{_LIST} AND s.name > ? ORDER BY s.name LIMIT ?"
-        return list(map(Listed._make, self._rows(query, (namespace, name, limit))))
+    def named_after(self, namespace: str, name: str, limit: int, *, responses: bool = False) -> list[Listed]:
+        """Return the sessions whose names follow `name`, in the order of their names; `reference` has the rest."""
+        query = f"{self._list(responses)} AND s.name > ? ORDER BY s.name LIMIT ?"
+        return self._listed(query, (namespace, name, limit))
 
-    def count(self, namespace: str) -> int:
-        """Return the number of sessions."""
-        rows = self._rows("SELECT sessions FROM kept_counts WHERE namespace = ?", (namespace,))
-        return rows[0][0] if rows else 0
+    def reference(self, namespace: str) -> list[Listed]:
+        """Return the sessions that rwkv_lightning kept in the same file, as far as they are not among ours yet."""
+        self._open(create=False)
+        return [] if namespace else list(self._reference.values())
+
+    def count(self, namespace: str, *, responses: bool = False) -> int:
+        """Return the number of sessions, with responses when they are wanted."""
+        what = "sessions + responses" if responses and self._schema > 1 else "sessions"
+        rows = self._rows(f"SELECT {what} FROM kept_counts WHERE namespace = ?", (namespace,))
+        return (rows[0][0] if rows else 0) + len(self.reference(namespace))
 
     def ids(self, namespace: str, names: list[str]) -> list[int]:
         """Return the ids of those of these sessions that exist."""
         query = "SELECT id FROM kept_sessions WHERE namespace = ? AND name = ?"
-        return [row[0] for name in names for row in self._rows(query, (namespace, name))]
+        ours = [row[0] for name in names for row in self._rows(query, (namespace, name))]
+        return ours + [self._reference[name].id for name in names if not namespace and name in self._reference]
 
     def kept_versions(self, namespace: str, name: str) -> list[int]:
         """Return the versions of a session that can be rewound to, newest first."""
@@ -169,25 +287,35 @@ class SessionDatabase:
     def last_node(self, namespace: str, name: str) -> int:
         """Return the largest number a node of this dialogue ever had, 0 if none."""
         rows = self._rows("SELECT last_node FROM kept_dialogues WHERE namespace = ? AND name = ?", (namespace, name))
-        nodes = [row[0][len(name) + 1 :] for row in self._rows(_PREFIXED.format("name"), (namespace, *_range(name)))]
+        query = "SELECT name FROM kept_sessions WHERE namespace = ? AND name >= ? AND name < ?"
+        names = [row[0] for row in self._rows(query, (namespace, *_range(name)))]
+        names += [session.name for session in self.reference(namespace) if session.name.startswith(f"{name}:")]
+        nodes = [node[len(name) + 1 :] for node in names]
         numbers = [int(node) for node in nodes if node.isascii() and node.isdigit() and len(node) < 19]
         return max([0, *numbers, *(row[0] for row in rows)])
 
     def replay(self, namespace: str, name: str, key: str) -> Replay | None:
         """Return the answer that was kept for an idempotency key."""
+        checksum = "checksum" if self._schema > 1 else "NULL"
         rows = self._rows(
-            "SELECT key, digest, answer, created FROM kept_replays"
+            f"SELECT key, digest, answer, created, {checksum} FROM kept_replays"
             " WHERE namespace = ? AND name = ? AND key = ? AND created > ?",
-            (namespace, name, key, time.time() - self.replay_seconds),
+            (namespace, name, key, self.now() - self.replay_seconds),
         )
-        return Replay(*rows[0]) if rows else None
+        if not rows:
+            return None
+        *values, checksum = rows[0]
+        if checksum not in (None, checksum_of(namespace, name, *values)):
+            raise Unprocessable("the answer kept for this idempotency key is damaged", code="state_unusable")
+        return Replay(*values)
 
-    def reference_state(self, name: str) -> bytes | None:
-        """Return what rwkv_lightning stored under a session's name in the same file, None if nothing."""
-        if not self._has_reference():
+    def reference_state(self, namespace: str, name: str) -> tuple[Any, float] | None:
+        """Return what rwkv_lightning stored for a session that is not among ours, whatever it is, and when; None if nothing."""
+        self._open(create=False)
+        if namespace or name not in self._reference:
             return None
         rows = self._rows("SELECT state_blob FROM sessions WHERE session_id = ?", (name,))
-        return rows[0][0] if rows else None
+        return (rows[0][0], self._reference[name].updated) if rows else None
 
     # Writing. Each call is one transaction.
 
@@ -195,9 +323,7 @@ class SessionDatabase:
         """Keep new versions, all or none."""
         with self._transaction() as connection:
             for turn in turns:
-                state, num_bytes = self._add_state(connection, turn.pieces)
-                self._written += num_bytes
-                self._set_version(connection, turn, state, num_bytes)
+                self._set_version(connection, turn, self._add_state(connection, turn.pieces))
                 if turn.node is not None:
                     connection.execute(
                         "INSERT INTO kept_dialogues VALUES (?, ?, ?) ON CONFLICT DO UPDATE"
@@ -206,6 +332,10 @@ class SessionDatabase:
                     )
                 for name, replay in turn.replays:
                     self._add_replay(connection, turn.namespace, name, replay)
+            for namespace in {turn.namespace for turn in turns if turn.response}:
+                for state in self._forget_responses(connection, namespace, max(FORGET_AT_ONCE, len(turns))):
+                    connection.execute("INSERT INTO kept_spare VALUES (?)", (state,))
+        self._shadow({turn.name for turn in turns if not turn.namespace})
 
     def delete(self, namespace: str, name: str, *, prefix: bool) -> set[str]:
         """Forget a session, and with `prefix` all "name:…"; return the names of those that were there."""
@@ -220,14 +350,14 @@ class SessionDatabase:
                 query = f"SELECT id, name FROM kept_sessions WHERE {ours}"
                 for session, found in connection.execute(query, (namespace, *values)).fetchall():
                     forgotten.add(found)
-                    for state in self._drop_versions(connection, session, 2**62):
-                        span = (state << STATE_SHIFT, (state + 1) << STATE_SHIFT)
-                        connection.execute("DELETE FROM kept_pieces WHERE id >= ? AND id < ?", span)
-                    connection.execute("DELETE FROM kept_sessions WHERE id = ?", (session,))
+                    for state in self._drop_session(connection, session):
+                        self._drop_state(connection, state)
                 if not namespace and self._has_reference():
                     rows = connection.execute(f"SELECT session_id FROM sessions WHERE {theirs}", values).fetchall()
                     forgotten |= {row[0] for row in rows}
                     connection.execute(f"DELETE FROM sessions WHERE {theirs}", values)
+        if not namespace:
+            self._shadow(forgotten)
         return forgotten
 
     def fork(self, namespace: str, record: Record, copies: list[str]) -> None:
@@ -235,14 +365,25 @@ class SessionDatabase:
         now = time.time()
         with self._transaction() as connection:
             for name in copies:
-                self._set_version(connection, Turn(namespace, name, 1, record.tokens, record.newlines, (), now),
-                                  record.state, record.num_bytes)  # fmt: skip
+                turn = Turn(namespace, name, 1, record.tokens, record.newlines, (), now)
+                self._set_version(connection, turn, Bytes(record.state, record.num_bytes, record.seal))
 
     def rewind(self, namespace: str, name: str, record: Record, version: int) -> None:
         """Make a kept version of a session its version `version`."""
         turn = Turn(namespace, name, version, record.tokens, record.newlines, (), time.time())
+        origin = record.version if record.origin is None else record.origin
         with self._transaction() as connection:
-            self._set_version(connection, turn, record.state, record.num_bytes)
+            self._set_version(connection, turn, Bytes(record.state, record.num_bytes, record.seal), origin)
+
+    def forget_responses(self) -> None:
+        """Delete some of the responses that are too old, bytes and all."""
+        if self._connection is None or self._read_only:
+            return
+        query = "SELECT DISTINCT namespace FROM kept_sessions WHERE response AND updated <= ?"
+        for (namespace,) in self._rows(query, (self.now() - self.response_seconds,)):
+            with self._transaction() as connection:
+                for state in self._forget_responses(connection, namespace, FORGET_AT_ONCE):
+                    self._drop_state(connection, state)
 
     def tidy(self, *, waiting: bool, idle: bool = False) -> None:
         """Copy the write-ahead log back if it is time to.
@@ -274,43 +415,48 @@ class SessionDatabase:
 
     # Inside.
 
-    def _add_state(self, connection: sqlite3.Connection, pieces: Iterable[bytes | memoryview]) -> tuple[int, int]:
-        """Write a state's bytes; return its id and how many they are."""
+    def _add_state(self, connection: sqlite3.Connection, pieces: Iterable[bytes | memoryview]) -> Bytes:
+        """Write a state's bytes."""
         spare = connection.execute("SELECT max(state) FROM kept_spare").fetchone()[0]
         if spare is not None:
             state = spare
             connection.execute("DELETE FROM kept_spare WHERE state = ?", (state,))
+            if self._is_used(connection, state):
+                raise sqlite3.DatabaseError("a state that is in use is listed as free")
         else:
             last = connection.execute("SELECT max(id) FROM kept_pieces").fetchone()[0]
             state = 1 if last is None else (last >> STATE_SHIFT) + 1
-        id, num_bytes = state << STATE_SHIFT, 0
+        id, num_bytes, seal = state << STATE_SHIFT, 0, b""
         for piece in pieces:
             connection.execute("REPLACE INTO kept_pieces VALUES (?, ?)", (id, piece))  # in place when the size is the same
-            num_bytes += len(piece)
+            num_bytes, seal = num_bytes + len(piece), (seal + bytes(piece[-SEAL_BYTES:]))[-SEAL_BYTES:]
             id += 1
         if spare is not None:
             connection.execute("DELETE FROM kept_pieces WHERE id >= ? AND id < ?", (id, (state + 1) << STATE_SHIFT))
-        return state, num_bytes
+        self._written += num_bytes
+        return Bytes(state, num_bytes, seal)
 
-    def _set_version(self, connection: sqlite3.Connection, turn: Turn, state: int, num_bytes: int) -> None:
+    def _set_version(self, connection: sqlite3.Connection, turn: Turn, kept: Bytes, origin: int | None = None) -> None:
         """Make a state the newest version of a session, and forget versions that are too old."""
         connection.execute(
-            "INSERT INTO kept_sessions (namespace, name, version, updated) VALUES (?, ?, ?, ?) ON CONFLICT (namespace, name)"
-            " DO UPDATE SET version = excluded.version, updated = excluded.updated",
-            (turn.namespace, turn.name, turn.version, turn.updated),
+            "INSERT INTO kept_sessions (namespace, name, version, updated, response) VALUES (?, ?, ?, ?, ?)"
+            " ON CONFLICT (namespace, name) DO UPDATE SET version = excluded.version, updated = excluded.updated",
+            (turn.namespace, turn.name, turn.version, turn.updated, turn.response),
         )
         query = "SELECT id FROM kept_sessions WHERE namespace = ? AND name = ?"
         session = connection.execute(query, (turn.namespace, turn.name)).fetchone()[0]
+        said = (turn.version, kept.state, turn.tokens, turn.newlines, kept.num_bytes, turn.updated, origin, kept.seal)
         connection.execute(
-            "INSERT INTO kept_versions VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (session, turn.version, state, turn.tokens, turn.newlines, num_bytes, turn.updated),
+            "INSERT INTO kept_versions (session, version, state, tokens, newlines, num_bytes, updated, origin, seal, checksum)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (session, *said, checksum_of(turn.namespace, turn.name, session, *said)),
         )
-        kept = connection.execute(
+        oldest = connection.execute(
             "SELECT version FROM kept_versions WHERE session = ? ORDER BY version DESC LIMIT 1 OFFSET ?",
             (session, self.versions),
         ).fetchone()
-        if kept is not None:
-            for spare in self._drop_versions(connection, session, kept[0]):
+        if oldest is not None:
+            for spare in self._drop_versions(connection, session, oldest[0]):
                 connection.execute("INSERT INTO kept_spare VALUES (?)", (spare,))
 
     def _drop_versions(self, connection: sqlite3.Connection, session: int, up_to: int) -> list[int]:
@@ -318,11 +464,41 @@ class SessionDatabase:
         where = "session = ? AND version <= ?"
         states = connection.execute(f"SELECT state FROM kept_versions WHERE {where}", (session, up_to)).fetchall()
         connection.execute(f"DELETE FROM kept_versions WHERE {where}", (session, up_to))
-        query = "SELECT 1 FROM kept_versions WHERE state = ? LIMIT 1"
-        return [state for (state,) in set(states) if not connection.execute(query, (state,)).fetchone()]
+        return [state for (state,) in set(states) if not self._is_used(connection, state)]
+
+    def _drop_session(self, connection: sqlite3.Connection, session: int) -> list[int]:
+        """Forget a session; return the states that no other needs."""
+        states = self._drop_versions(connection, session, 2**62)
+        connection.execute("DELETE FROM kept_sessions WHERE id = ?", (session,))
+        return states
+
+    def _drop_state(self, connection: sqlite3.Connection, state: int) -> None:
+        span = (state << STATE_SHIFT, (state + 1) << STATE_SHIFT)
+        connection.execute("DELETE FROM kept_pieces WHERE id >= ? AND id < ?", span)
+
+    def _is_used(self, connection: sqlite3.Connection, state: int) -> bool:
+        return connection.execute("SELECT 1 FROM kept_versions WHERE state = ? LIMIT 1", (state,)).fetchone() is not None
+
+    def _forget_responses(self, connection: sqlite3.Connection, namespace: str, at_most: int) -> list[int]:
+        """Forget some responses that are too old or too many; return the states that no version needs any more."""
+        query = "SELECT id, updated FROM kept_sessions WHERE response AND namespace = ? ORDER BY updated LIMIT ?"
+        count = connection.execute("SELECT responses FROM kept_counts WHERE namespace = ?", (namespace,)).fetchone()[0]
+        limit, states = self.now() - self.response_seconds, []
+        for session, updated in connection.execute(query, (namespace, at_most)).fetchall():
+            if updated > limit and count <= self.max_responses:
+                break
+            states += self._drop_session(connection, session)
+            count -= 1
+        return states
+
+    def _shadow(self, names: set[str]) -> None:
+        """Sessions of rwkv_lightning with these names are not to be seen any more: they are among ours, or deleted."""
+        for name in names & self._reference.keys():
+            del self._reference[name]
 
     def _add_replay(self, connection: sqlite3.Connection, namespace: str, name: str, replay: Replay) -> None:
-        connection.execute("INSERT OR REPLACE INTO kept_replays VALUES (?, ?, ?, ?, ?, ?)", (namespace, name, *replay))
+        values = (namespace, name, *replay)
+        connection.execute("INSERT OR REPLACE INTO kept_replays VALUES (?, ?, ?, ?, ?, ?, ?)", (*values, checksum_of(*values)))
         oldest = connection.execute(
             "SELECT created FROM kept_replays WHERE namespace = ? ORDER BY created DESC LIMIT 1 OFFSET ?",
             (namespace, MAX_REPLAYS),
@@ -332,7 +508,31 @@ class SessionDatabase:
 
     def _has_reference(self) -> bool:
         """Whether rwkv_lightning has kept sessions in this file."""
-        return {"session_id", "state_blob"} <= {row[1] for row in self._rows("PRAGMA table_info(sessions)", ())}
+        return {"session_id", "state_blob"} <= self._reference_columns()
+
+    def _reference_columns(self) -> set[str]:
+        return {row[1] for row in self._rows("PRAGMA table_info(sessions)", ())}
+
+    def _find_reference(self) -> dict[str, Listed]:
+        """What rwkv_lightning has kept, as far as there is no session of ours with that name."""
+        time_of = _REFERENCE_TIME if "last_updated" in self._reference_columns() else "0"
+        query = (
+            f"SELECT {time_of}, rowid + {REFERENCE_ID}, session_id, 1, 0, ifnull(length(state_blob), 0) FROM sessions r"
+            " WHERE typeof(session_id) = 'text' AND NOT EXISTS"
+            " (SELECT 1 FROM kept_sessions WHERE namespace = '' AND name = r.session_id)"
+        )
+        return {session.name: session for session in self._listed(query, ())} if self._has_reference() else {}
+
+    def _list(self, responses: bool) -> str:
+        """How sessions are listed, with responses or without."""
+        return _LIST if responses or self._schema == 1 else f"{_LIST} AND NOT s.response"
+
+    def _listed(self, query: str, values: tuple) -> list[Listed]:
+        rows = self._rows(query, values)
+        try:
+            return msgspec.convert(rows, list[Listed])
+        except msgspec.MsgspecError as error:
+            raise self._failed("read", error) from None
 
     def _rows(self, query: str, values: tuple) -> list[tuple]:
         """Return what a query finds; nothing when there is no file yet."""
@@ -340,7 +540,7 @@ class SessionDatabase:
             return []
         try:
             return self._connection.execute(query, values).fetchall()
-        except sqlite3.Error as error:
+        except DAMAGE as error:
             raise self._failed("read", error) from None
 
     @contextlib.contextmanager
@@ -358,7 +558,7 @@ class SessionDatabase:
             with contextlib.suppress(sqlite3.Error):
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
-            if isinstance(error, sqlite3.Error):
+            if isinstance(error, (sqlite3.Error, OverflowError)):
                 raise self._failed("write", error) from None
             raise
 
@@ -372,7 +572,7 @@ class SessionDatabase:
         try:
             self._take_lock()
             self._connect()
-        except (sqlite3.Error, OSError) as error:
+        except DAMAGE as error:
             self.close()
             raise self._failed("open", error) from None
         except RwkvBatchError:
@@ -420,18 +620,26 @@ class SessionDatabase:
                 raise sqlite3.OperationalError("write-ahead log not possible here")
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA wal_autocheckpoint = 0")
+            connection.execute("PRAGMA secure_delete = ON")  # what was said in a deleted session is nobody's business
             connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
         connection.execute("PRAGMA cache_size = -16384")
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version > len(MIGRATIONS):
+        connection.execute("PRAGMA temp_store = MEMORY")  # a turn does not fail because another disk is full
+        connection.create_function("checksum_of", -1, checksum_of, deterministic=True)
+        known, found = len(MIGRATIONS), connection.execute("PRAGMA user_version").fetchone()[0]
+        if not 0 <= found <= known:
             raise StorageFailed(
-                f"{self.path} was written by a newer version of this server (schema {version}, known is {len(MIGRATIONS)})",
+                f"{self.path} was written by a newer version of this server (schema {found}, known is {known})",
                 code="state_db_too_new",
             )
-        for number, script in enumerate(MIGRATIONS[version:], version + 1):
-            connection.executescript(
-                f"BEGIN IMMEDIATE; {script} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {number}; COMMIT;"
-            )
+        self._schema = found
+        if found:
+            self._check_contents(connection)
+        if not (self._read_only and found):
+            for number, script in enumerate(MIGRATIONS[found:], found + 1):
+                marks = f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {number};"
+                connection.executescript(f"BEGIN IMMEDIATE; {script} {marks} COMMIT;")
+            self._schema = known
+        self._reference = self._find_reference()
         if self.max_pages is not None:
             connection.execute(f"PRAGMA max_page_count = {self.max_pages}")
         log.info(
@@ -442,19 +650,58 @@ class SessionDatabase:
             ", READ-ONLY: no turn can be kept" if self._read_only else "",
         )  # fmt: skip
 
+    def _check_contents(self, connection: sqlite3.Connection) -> None:
+        """Raise sqlite3.DatabaseError unless sessions can be found by their names: a session that is there is never missed.
+
+        Reads all but the states, which carry checksums.
+        """
+        schema = {row[0]: row[1] for row in connection.execute("SELECT name, sql FROM sqlite_master")}
+        changed = [name for name, sql in _schema_of(self._schema).items() if schema.get(name, 0) != sql]
+        if changed:
+            raise sqlite3.DatabaseError(f"the definition of {changed[0]} is damaged")
+        for table in TABLES:
+            found = connection.execute(f"PRAGMA integrity_check({table})").fetchone()[0]
+            if found != "ok":
+                raise sqlite3.DatabaseError(f"{table} is damaged: {found.splitlines()[-1]}")
+        counts = connection.execute("SELECT ifnull(sum(sessions + responses), 0) FROM kept_counts" if self._schema > 1 else
+                                    "SELECT ifnull(sum(sessions), 0) FROM kept_counts").fetchone()  # fmt: skip
+        if counts != connection.execute("SELECT count(*) FROM kept_sessions NOT INDEXED").fetchone():
+            raise sqlite3.DatabaseError("sessions are missing")
+
     def _failed(self, what: str, error: Exception) -> StorageFailed:
         log.error("cannot %s %s: %s", what, self.path, error)
-        damaged = isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError)
+        damaged = not isinstance(error, (sqlite3.OperationalError, OSError))
         advice = "; move it away or give another file with --state-db" if damaged else ""
         return StorageFailed(f"cannot {what} the session file {self.path.name}: {error}{advice}")
 
 
-_RECORD = "v.version, v.state, v.tokens, v.newlines, v.num_bytes, v.updated"
+_RECORD = {
+    1: "v.version, v.state, v.tokens, v.newlines, v.num_bytes, v.updated, NULL, NULL, NULL, s.id, 0",
+    2: "v.version, v.state, v.tokens, v.newlines, v.num_bytes, v.updated, v.origin, v.seal, v.checksum, s.id, s.response",
+}  # by schema
 _LIST = (
     "SELECT v.updated, s.id, s.name, v.version, v.tokens, v.num_bytes FROM kept_sessions s"
     " JOIN kept_versions v ON v.session = s.id AND v.version = s.version WHERE s.namespace = ?"
 )
-_PREFIXED = "SELECT {} FROM kept_sessions WHERE namespace = ? AND name >= ? AND name < ?"
+_REFERENCE_TIME = (  # a number, or as SQLite and Python write a time
+    "CASE WHEN typeof(last_updated) IN ('integer', 'real') THEN last_updated"
+    " ELSE ifnull((julianday(last_updated) - 2440587.5) * 86400, 0) END"
+)
+
+
+@lru_cache
+def _schema_of(version: int) -> dict[str, str | None]:
+    """The definitions in a new file of this schema, by name."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        connection.create_function("checksum_of", -1, checksum_of, deterministic=True)
+        for script in MIGRATIONS[:version]:
+            connection.executescript(script)
+        return dict(connection.execute("SELECT name, sql FROM sqlite_master"))
+
+
+def _damaged(name: str | None = None) -> Unprocessable:
+    whose = "" if name is None else f" of session {name!r}"
+    return Unprocessable(f"the stored state{whose} cannot be used: what leads to it is damaged", code="state_unusable")
 
 
 def _range(name: str) -> tuple[str, str]:

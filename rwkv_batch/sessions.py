@@ -23,6 +23,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     must_exist      NotFound when there is no such session
     expect_version  PreconditionFailed unless the session is at this version; 0: it must not exist
     key             idempotency key: a turn that was kept under it is answered again, not run again
+    response        what is kept is the state of an answer of the Responses API: forgotten after a while, and not in lists
     separate        a continued state and the prompt get exactly one blank line between them, whatever newlines they have
     """
 
@@ -33,6 +34,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     must_exist: bool = False
     expect_version: int | None = None
     key: str | None = None
+    response: bool = False
     separate: bool = True
 
 
@@ -71,12 +73,14 @@ class Status(msgspec.Struct, tag="status", frozen=True, kw_only=True):
 
     name           only this session, with `versions` filled in; an empty list when there is none
     offset, limit  the part of the list that is wanted; None = all
+    responses      the states of responses too
     """
 
     namespace: str = ""
     name: str | None = None
     offset: int = 0
     limit: int | None = None
+    responses: bool = False
 
 
 class Delete(msgspec.Struct, tag="delete", frozen=True, kw_only=True):
@@ -97,7 +101,11 @@ class Fork(msgspec.Struct, tag="fork", frozen=True, kw_only=True):
 
 
 class Rewind(msgspec.Struct, tag="rewind", frozen=True, kw_only=True):
-    """Make a kept version (None = the one before the last) the newest one again, under the next version number."""
+    """Make a kept version the newest one again, under the next version number.
+
+    version  None = one turn back: the version before the one whose state the session is in, so that the same order again goes
+             one further back, and is NotFound when no earlier one is kept
+    """
 
     namespace: str = ""
     name: str
@@ -128,6 +136,8 @@ Action = Status | Delete | Fork | Rewind | Export | Import
 
 class Entry(msgspec.Struct, array_like=True, frozen=True):
     """One session. `updated` is epoch seconds, `tokens` what the state has seen, `num_bytes` its size on disk.
+
+    For a session of rwkv_lightning that was not used yet `tokens` is 0, for its file does not say it.
 
     versions  those that can be rewound to, newest first; only filled in for a session asked for by name
     """

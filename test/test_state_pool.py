@@ -1,5 +1,7 @@
 """Sessions without a model: three levels, SQLite, turns in order, orders, and what happens when the disk or a file is bad."""
 
+import contextlib
+import io
 import itertools
 import json
 import os
@@ -80,7 +82,8 @@ class Pool:
     """A pool whose calls wait for their answers."""
 
     def __init__(self, path: Path, *, versions: int = 2, max_pages: int | None = None, fingerprint: str = "", **options):
-        self.database = SessionDatabase(path, versions=versions)
+        kept = {name: options.pop(name) for name in ("response_seconds", "max_responses") if name in options}
+        self.database = SessionDatabase(path, versions=versions, **kept)
         self.database.max_pages = max_pages
         file = StateFile(fingerprint, SHAPE) if fingerprint else FILE
         self.pool = StatePool(self.database, file, torch.device("cpu"), **options)
@@ -381,6 +384,88 @@ def test_nodes_of_a_dialogue(path):
         assert (deleted.found, deleted.count) == (False, 5)
 
 
+def respond(pool: Pool, name: str, seed: int, **fields) -> Kept:
+    """Keep the state of a response, of a new conversation or as what follows `name`."""
+    return pool.turn(name, snapshot(seed), response=True, **fields)
+
+
+@pytest.mark.parametrize("durability", ["turn", "relaxed", "shutdown"])
+def test_responses_take_no_session_s_place_in_memory_and_in_lists(path, durability):
+    with Pool(path, durability=durability, l1_sessions=2, l2_sessions=0, relaxed_seconds=0.05) as pool:
+        pool.turn("a", snapshot(1))
+        pool.turn("b", snapshot(2))
+        for i in range(5):
+            respond(pool, f"r{i}", 10 + i)
+        wait_until_written(pool)
+        page = pool.order(Status())
+        assert [(entry.name, entry.tier) for entry in page.sessions] == [("a", "l1"), ("b", "l1")]
+        assert (page.total, page.db) == (2, 0)
+        page = pool.order(Status(responses=True))
+        assert ({entry.name for entry in page.sessions}, page.total) == ({"a", "b", *(f"r{i}" for i in range(5))}, 7)
+        assert [e.name for e in pool.order(Status(responses=True, offset=2, limit=2)).sessions] == ["r4", "r3"]
+        assert pool.order(Status(limit=9)).sessions == pool.order(Status()).sessions
+        assert [entry.name for entry in pool.order(Status(name="r1")).sessions] == ["r1"]
+        respond(pool, "r1", 20, kept_as="r5", must_exist=True)
+        wait_until_written(pool)
+        assert pool.order(Status(name="r1", responses=True)).sessions[0].tier == "l1", "one that was continued may be again"
+        assert pool.order(Status(responses=True)).total == 8
+        assert pool.order(Delete(name="r0")).found
+    with Pool(path) as pool:
+        assert (pool.order(Status()).total, pool.order(Status(responses=True)).total) == (2, 7)
+        for name, seed in {"r1": 11, "r4": 14, "r5": 20, "a": 1}.items():
+            assert same(pool.state(name), snapshot(seed))
+
+
+def wait_until_written(pool: Pool) -> None:
+    until = time.monotonic() + 60
+    while pool.pool.durability != "shutdown" and pool.pool.stats()["state_dirty_sessions"]:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    pool.order(Status())
+
+
+def num_states(path: Path) -> int:
+    """States that take room in the file."""
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        return len({row[0] >> 20 for row in connection.execute("SELECT id FROM kept_pieces")})
+
+
+def test_the_oldest_responses_go_when_there_are_too_many(path):
+    with Pool(path, max_responses=3) as pool:
+        pool.turn("s", snapshot(0))
+        for i in range(20):
+            respond(pool, f"r{i}", i)
+            respond(pool, f"other{i}", i, namespace="other")
+        assert pool.order(Status(responses=True)).total == 4
+        for i in range(20):
+            assert same(pool.state(f"r{i}"), snapshot(i) if i > 16 else None)
+        with pytest.raises(NotFound):
+            respond(pool, "r3", 9, kept_as="more", must_exist=True)
+        assert same(pool.state("s"), snapshot(0))
+    assert num_states(path) <= 9, "the room of those that went is used again"
+
+
+def test_old_responses_go_bytes_and_all(path, monkeypatch):
+    monkeypatch.setattr("state_pool.IDLE_SECONDS", 0.02)
+    with Pool(path, response_seconds=1000) as pool:
+        pool.turn("s", snapshot(0))
+        for i in range(3):
+            respond(pool, f"r{i}", i)
+        respond(pool, "r0", 5, kept_as="r3", must_exist=True)
+        assert same(pool.state("r0"), snapshot(0))
+        now = pool.database.now
+        monkeypatch.setattr(pool.database, "now", lambda: now() + 1001)
+        for name in ("r0", "r1"):  # in memory and on disk
+            with pytest.raises(NotFound):
+                respond(pool, name, 9, kept_as="more", must_exist=True)
+        until = time.monotonic() + 60
+        while num_states(path) > 1:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert pool.order(Status(responses=True)).total == 1
+        assert same(pool.state("s"), snapshot(0))
+
+
 def test_namespaces_do_not_see_one_another(path):
     with Pool(path) as pool:
         pool.turn("s", snapshot(1), namespace="a")
@@ -455,10 +540,41 @@ def test_fork_and_rewind(path, durability):
         assert same(pool.state("s"), snapshot(2))
         lease = pool.lease()
         with pytest.raises(Conflict):
-            pool.order(Rewind(name="s"))
+            pool.order(Rewind(name="s", version=3))
         lease.release()
         pool.order(Delete(name="s"))
         assert same(pool.state("c1"), snapshot(2))  # the bytes are those of all copies
+
+
+@pytest.mark.parametrize("durability", ["turn", "shutdown"])
+def test_each_rewind_goes_one_turn_further_back(path, durability):
+    with Pool(path, durability=durability, versions=9) as pool:
+        for seed in (1, 2, 3):
+            pool.turn("s", snapshot(seed))
+            pool.order(Export(name="s", path=str(path) + ".out"))  # brings it to disk
+        for seed in (2, 1):
+            pool.order(Rewind(name="s"))
+            assert same(pool.state("s"), snapshot(seed))
+        with pytest.raises(NotFound, match="no earlier version"):
+            pool.order(Rewind(name="s"))
+        pool.turn("s", snapshot(4))  # the history is 1, 4 now
+        pool.order(Rewind(name="s"))
+        assert same(pool.state("s"), snapshot(1))
+        with pytest.raises(NotFound, match="no earlier version"):
+            pool.order(Rewind(name="s"))
+        pool.order(Rewind(name="s", version=3))
+        pool.order(Rewind(name="s"))
+        assert same(pool.state("s"), snapshot(2))
+
+
+def test_with_two_versions_a_second_rewind_is_refused_and_does_not_redo(path):
+    with Pool(path) as pool:
+        for seed in (1, 2, 3):
+            pool.turn("s", snapshot(seed))
+        pool.order(Rewind(name="s"))
+        with pytest.raises(NotFound, match="no earlier version"):
+            pool.order(Rewind(name="s"))
+        assert same(pool.state("s"), snapshot(2))
 
 
 def test_export_and_import(path, tmp_path):
@@ -547,6 +663,93 @@ def test_a_session_wanted_again_before_it_is_on_the_device_is_still_waited_for(p
             lease.initial()
             lease.release()
     assert device.waited == ["copy 0", "copy 1", "copy 0"]
+
+
+def fail_writes(patch: pytest.MonkeyPatch, pool: Pool) -> None:
+    patch.setattr(pool.database, "write", lambda _: (_ for _ in ()).throw(StorageFailed("the disk is full")))
+
+
+def test_relaxed_turns_are_not_acknowledged_while_the_disk_refuses_earlier_ones(path, monkeypatch):
+    monkeypatch.setattr("state_pool.RETRY_SECONDS", 0.02)
+    with Pool(path, durability="relaxed", relaxed_seconds=0.02) as pool:
+        pool.turn("s", snapshot(1))
+        running = pool.lease("t")
+        with monkeypatch.context() as patch:
+            fail_writes(patch, pool)
+            pool.turn("s", snapshot(2))
+            until = time.monotonic() + 60
+            while not pool.pool.stats()["state_commit_failures_total"]:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            with pytest.raises(StorageFailed, match="full"):
+                pool.lease("u")
+            with pytest.raises(StorageFailed, match="full"):
+                pool.commit(running, snapshot(3))
+            assert same(pool.state("s"), snapshot(2)), "reading goes on"
+        wait_until_written(pool)
+        assert pool.turn("u", snapshot(4)).version == 1
+    with Pool(path) as pool:
+        assert same(pool.state("s"), snapshot(2))
+
+
+@pytest.mark.parametrize("durability", ["relaxed", "shutdown"])
+def test_what_the_end_could_not_write_is_told(path, durability, monkeypatch, caplog):
+    pool = Pool(path, durability=durability, relaxed_seconds=60)
+    pool.turn("kept", snapshot(1))
+    pool.order(Export(name="kept", path=f"{path}.out"))  # brings it to disk
+    for i in range(3):
+        pool.turn(f"s{i}", snapshot(i))
+    with monkeypatch.context() as patch:
+        fail_writes(patch, pool)
+        assert pool.pool.close() == 3
+    assert "3 sessions" in caplog.text
+    with Pool(path) as pool:
+        assert same(pool.state("kept"), snapshot(1))
+        pool.turn("s", snapshot(2))
+    assert pool.pool.close() == 0
+
+
+def test_two_turns_that_would_make_the_same_session_in_one_commit(path, monkeypatch):
+    with Pool(path) as pool:
+        pool.turn("a", snapshot(1))
+        leases = [pool.lease("a", kept_as="b") for _ in range(3)]
+        go = threading.Event()
+        write = pool.database.write
+        monkeypatch.setattr(pool.database, "write", lambda turns: (go.wait(60), write(turns)))
+        blocking = pool.commit_later(pool.lease("c"), snapshot(2))
+        answers = [pool.commit_later(lease, snapshot(3)) for lease in leases]
+        go.set()
+        take(blocking)
+        results = [answer.get(timeout=60) for answer in answers]
+        assert [getattr(result, "code", "kept") for result in results] == ["kept", "session_exists", "session_exists"]
+
+
+def test_a_change_of_the_clock_runs_no_turn_twice(path, monkeypatch):
+    with Pool(path) as pool:
+        pool.turn("s", snapshot(1), key="k")
+        wall = time.time
+        for days in (400, -400):
+            monkeypatch.setattr(time, "time", lambda days=days: wall() + days * 86400)
+            for _ in range(2):
+                lease = pool.lease(key="k")
+                assert lease.replay is not None
+                lease.release()
+                pool.pool._replays.clear()  # as if others had come since
+
+
+def test_an_answer_that_gets_too_old_while_it_is_read_is_given_all_the_same(path, monkeypatch):
+    with Pool(path) as pool:
+        pool.turn("s", snapshot(1), key="k")
+        pool.pool._replays.clear()
+        replay, now = pool.database.replay, pool.database.now
+
+        def found(*key: str):
+            answer = replay(*key)
+            monkeypatch.setattr(pool.database, "now", lambda: now() + 1e6)
+            return answer
+
+        monkeypatch.setattr(pool.database, "replay", found)
+        assert pool.lease(key="k").replay is not None
 
 
 def test_a_session_that_could_not_be_deleted_is_as_it_was(path, monkeypatch):
@@ -797,6 +1000,91 @@ def test_a_file_of_the_reference(path):
         for name in states:
             assert pool.order(Delete(name=name)) == Deleted(True, 1)
             assert pool.state(name) is None, "what was deleted does not come back from their table"
+
+
+def write_reference_file(path: Path, states: dict[str, Snapshot | bytes]) -> None:
+    """What rwkv_lightning leaves."""
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("CREATE TABLE sessions (session_id TEXT PRIMARY KEY, state_blob BLOB, last_updated TIMESTAMP)")
+        for number, (name, state) in enumerate(states.items()):
+            if isinstance(state, Snapshot):
+                blob = io.BytesIO()
+                torch.save([state.shift, state.wkv, torch.tensor(state.elapsed, dtype=torch.int32)], blob)
+                state = blob.getvalue()
+            connection.execute("INSERT INTO sessions VALUES (?, ?, ?)", (name, state, 1.7e9 + number))
+
+
+@pytest.mark.parametrize("used", ["not used", "read", "continued"])
+def test_every_order_sees_the_sessions_of_the_reference(path, used, tmp_path):
+    names = ["a", "b", "c", "d:1", "d:5", "d"]
+    write_reference_file(path, {name: snapshot(seed, tokens=9) for seed, name in enumerate(names)})
+    first, out, other = 1, tmp_path / "out", tmp_path / "other"
+    with Pool(path) as pool:
+        pool.turn("ours", snapshot(50))
+        pool.order(Export(name="ours", path=str(other)))
+        for name in names[:3]:
+            if used == "read":
+                assert pool.state(name) is not None
+            elif used == "continued":
+                assert pool.turn(name, snapshot(60, tokens=9)).version == 2
+                first = 2
+        page = pool.order(Status())
+        assert page.total == len(page.sessions) == 7
+        assert {entry.name: entry.version for entry in page.sessions} == {
+            "ours": 1, **dict.fromkeys(names[:3], first), **dict.fromkeys(names[3:], 1)
+        }  # fmt: skip
+        assert [e.name for e in page.sessions if e.tier == "db"][:3] == ["d", "d:5", "d:1"]
+        pages = [pool.order(Status(offset=start, limit=2)) for start in range(0, 8, 2)]
+        assert [entry for page in pages for entry in page.sessions] == page.sessions
+        assert pool.order(Status(name="a")).sessions[0].versions == [2, 1][2 - first :]
+        now = {name: snapshot(seed if first == 1 else 60, tokens=9) for seed, name in enumerate(names[:3])}
+
+        pool.order(Fork(name="a", copies=["a2"]))
+        assert same(pool.state("a2"), now["a"])
+        for order in (Fork(name="ours", copies=["b"]), Import(name="b", path=str(other))):
+            with pytest.raises(Conflict):
+                pool.order(order)
+        pool.order(Export(name="b", path=str(out)))
+        assert pool.order(Import(name="back", path=str(out))).sessions[0].tokens == 9
+        assert same(pool.state("back"), now["b"])
+        assert pool.order(Import(name="b", path=str(other), overwrite=True)).sessions[0].version == first + 1
+        assert same(pool.state("b"), snapshot(50))
+        pool.order(Rewind(name="b"))
+        assert same(pool.state("b"), now["b"])
+        if used == "continued":
+            pool.order(Rewind(name="a"))
+            assert same(pool.state("a"), snapshot(0, tokens=9))
+        else:
+            with pytest.raises(NotFound, match="no earlier"):
+                pool.order(Rewind(name="a"))
+        assert pool.order(Delete(name="c")) == Deleted(True, 1)
+        assert pool.state("c") is None
+        assert pool.turn("d", snapshot(70), node=0).node == 6, "numbers go on after the highest of theirs"
+        assert same(pool.lease("d", node=5).initial(), snapshot(4, tokens=9))
+        assert pool.order(Status()).total == 9
+    with Pool(path) as pool:
+        assert pool.order(Status()).total == 9
+        assert pool.order(Delete(name="d", prefix=True)) == Deleted(True, 4)
+        assert {entry.name for entry in pool.order(Status()).sessions} == {"ours", "a", "a2", "b", "back"}
+
+
+@pytest.mark.parametrize("blob", [b"junk", b"", b"\x80\x02.", b"PK\x03\x04" + bytes(100), "text", 5, None])
+def test_junk_in_a_file_of_the_reference_is_refused_by_name(path, blob):
+    write_reference_file(path, {"good": snapshot(1), "junk": blob})
+    with Pool(path) as pool:
+        assert pool.order(Status()).total == 2
+        for attempt in (
+            lambda: pool.lease("junk"),
+            lambda: pool.lease("junk", keep=False),
+            lambda: pool.order(Export(name="junk", path=f"{path}.out")),
+            lambda: pool.order(Fork(name="junk", copies=["x"])),
+        ):
+            with pytest.raises(Unprocessable) as caught:
+                attempt()
+            assert caught.value.code == "state_unusable"
+        assert same(pool.state("good"), snapshot(1))
+        assert pool.order(Delete(name="junk")).found
+        assert pool.turn("junk", snapshot(2)).version == 1
 
 
 def test_nothing_is_acknowledged_before_its_commit(path, monkeypatch):
