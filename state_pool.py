@@ -946,9 +946,12 @@ class StatePool:
     def _export(self, action: Export) -> Page:
         record = self._record(action.namespace, action.name, action.version)
         stored = self.file.decode(self._database.pieces(record))
-        with open(action.path, "wb") as out:
-            for piece in self.file.encode(stored):
-                out.write(piece)
+        try:
+            with open(action.path, "wb") as out:
+                for piece in self.file.encode(stored):
+                    out.write(piece)
+        except OSError as error:
+            raise StorageFailed(f"no room for the file in transit: {error.strerror}") from None
         return Page(sessions=[_stored_entry(action.name, record)])
 
     def _import(self, action: Import) -> Page:

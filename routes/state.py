@@ -5,6 +5,7 @@ The engine keeps the states and makes the border between two turns; here are the
 
 import asyncio
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ DIALOGUE_ID = "rwkv7-multi-state"
 KEY_HEADER = "idempotency-key"
 BYTES = "application/octet-stream"
 MAX_KEY = 255  # characters of an idempotency key
+NODE = re.compile(r":[0-9]{1,18}\Z")  # what a node's name has more than its dialogue's
 DESCRIBED_AT_ONCE = 500  # sessions: other calls of this process come in between
 CACHE_LEVELS: dict[Tier, str] = {"l1": "L1 (VRAM)", "l2": "L2 (RAM)", "db": "Database (Disk)"}
 
@@ -55,11 +57,17 @@ class StateBody(ContentsBody):
             raise InvalidRequest(self.SINGLE, param="contents")
 
     def session(self, config: Config) -> Session | None:
-        """The state to continue. Raises InvalidRequest."""
-        if self.session_id:
+        """The state to continue. Raises InvalidRequest.
+
+        Rows that only start from a state need one, for there is nothing else to them: a session that is not there is a mistake.
+        """
+        if self.session_id == "":
+            raise InvalidRequest("session_id: empty; without memory, leave it out", param="session_id")
+        if self.session_id is not None:
             return Session(
-                name=session_name(self.session_id, config),
+                name=name_or_node(self.session_id, config),
                 keep=self.keep,
+                must_exist=not self.keep and self.expect_version != 0,
                 expect_version=self.expect_version,
                 key=self.idempotency_key,
             )
@@ -96,7 +104,7 @@ class NamedBody(Body):
         """The session's name. Raises InvalidRequest."""
         if not self.session_id:
             raise InvalidRequest("Missing session_id parameter", param="session_id")
-        return session_name(self.session_id, config)
+        return name_or_node(self.session_id, config)
 
 
 class StatusBody(Body):
@@ -132,7 +140,7 @@ class ForkBody(NamedBody):
             raise InvalidRequest(f"copies: 1 to {config.max_prompts} names", param="copies")
         if len(set(self.copies)) < len(self.copies) or not all(self.copies):
             raise InvalidRequest("copies: each name once, none empty", param="copies")
-        return [session_name(name, config, f"copies[{index}]") for index, name in enumerate(self.copies)]
+        return [name_or_node(name, config, f"copies[{index}]") for index, name in enumerate(self.copies)]
 
 
 class RewindBody(NamedBody):
@@ -152,6 +160,12 @@ class ImportBody(NamedBody):
     """The name of the session to make of a file."""
 
     overwrite: bool = False
+
+
+def name_or_node(name: str, config: Config, field: str = "session_id") -> str:
+    """The name of a session, which may be "dialogue:7": longer by that than what a client may choose. Raises InvalidRequest."""
+    session_name(NODE.sub("", name), config, field)
+    return name
 
 
 async def completions(call: Call) -> Plain | Answer:
@@ -333,10 +347,18 @@ async def import_file(call: Call) -> Plain:
         raise InvalidRequest("the body is empty; send the file of an export as it is")
     async with transfers:
         with ScratchFile(call.site.folder) as file:
-            await asyncio.to_thread(file.write_bytes, call.file)
+            try:
+                await asyncio.to_thread(file.write_bytes, call.file)
+            except OSError as error:
+                raise no_room(error) from None
             return success(
                 await call.site.manage(Import(namespace=call.namespace, name=name, path=str(file), overwrite=body.overwrite))
             )
+
+
+def no_room(error: OSError) -> StorageFailed:
+    """What is said when a file in transit cannot be written; it lies in TMPDIR or beside the server's sockets."""
+    return StorageFailed(f"no room for the file in transit: {error.strerror}")
 
 
 class ScratchFile:
@@ -349,7 +371,7 @@ class ScratchFile:
         try:
             handle, name = tempfile.mkstemp(dir=self.folder)
         except OSError as error:
-            raise StorageFailed(f"no room for the file: {error.strerror}") from None
+            raise no_room(error) from None
         os.close(handle)
         self.path = Path(name)
         return self.path

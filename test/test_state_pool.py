@@ -599,6 +599,8 @@ def test_export_and_import(path, tmp_path):
             pool.order(Import(name="u", path=str(out)))
         with pytest.raises(NotFound):
             pool.order(Export(name="none", path=str(out)))
+        with pytest.raises(StorageFailed, match="No space left"):
+            pool.order(Export(name="s", path="/dev/full"))
 
 
 def test_status_in_pages(path):

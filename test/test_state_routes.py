@@ -1,7 +1,9 @@
 """The bodies, orders and answers of the session routes, without a server."""
 
 import asyncio
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from routes import state
 from routes.reply import Call, Plain
 from routes.schemas import validate
 from rwkv_batch.config import Config
-from rwkv_batch.errors import InvalidRequest
+from rwkv_batch.errors import InvalidRequest, StorageFailed
 from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
 from rwkv_batch.sessions import Delete, Deleted, Entry, Export, Fork, Import, Kept, Page, Rewind, Session, Status
 
@@ -26,7 +28,6 @@ def request_of(kind=state.StateBody, **body) -> Request:
 def test_the_session_of_a_turn():
     assert request_of(contents=["a"]).session is None
     assert request_of(contents="a", session_id=None).session is None
-    assert request_of(contents="a", session_id="").session is None
     assert request_of(contents="a", session_id="会话 1").session == Session(name="会话 1")
     full = request_of(contents="a", session_id="s", expect_version="2", idempotency_key="k")
     assert full.session == Session(name="s", expect_version=2, key="k")
@@ -36,8 +37,22 @@ def test_the_session_of_a_turn():
 
 def test_rows_that_only_start_from_a_session():
     request = request_of(contents=["a", "b"], session_id="s", keep=False)
-    assert request.session == Session(name="s", keep=False)
+    assert request.session == Session(name="s", keep=False, must_exist=True)
     assert len(request.prompts) == 2
+    new = request_of(contents=["a"], session_id="s", keep=False, expect_version=0)
+    assert not new.session.must_exist, "whoever says that there is none does not mistake its name"
+
+
+def test_nodes_have_longer_names_than_sessions(tmp_path):
+    """A dialogue may have a name of 256 bytes; its nodes can be continued and managed all the same."""
+    node = "é" * 128 + ":12345"
+    assert request_of(contents="a", session_id=node).session.name == node
+    for route in (state.delete, state.fork, state.rewind, state.export, state.import_file):
+        answer = Deleted(True, 1) if route is state.delete else PAGE
+        assert order(route, answer, {"session_id": node, "copies": [node]}, tmp_path, b"x")[1].orders[0].name == node
+    for name in ("é" * 128 + "x:1", "é" * 128 + ":x", "é" * 128 + ":" + "1" * 19):
+        with pytest.raises(InvalidRequest, match="at most 256 bytes"):
+            request_of(contents="a", session_id=name)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +63,7 @@ def test_rows_that_only_start_from_a_session():
         ({"contents": ["a", "b"], "keep": False}, "Server Error: Requst must be single prompt !"),
         ({"contents": [], "session_id": "s"}, "Empty prompts list"),
         ({"contents": "a", "session_id": "é" * 129}, "session_id: at most 256 bytes"),
+        ({"contents": "a", "session_id": ""}, "session_id: empty"),
         ({"contents": "a", "session_id": 5}, "session_id"),
         ({"contents": "a", "expect_version": 1}, "expect_version: needs a session_id"),
         ({"contents": "a", "idempotency_key": "k"}, "idempotency_key: needs a session_id"),
@@ -253,3 +269,13 @@ def test_files_are_handed_over_and_removed(tmp_path):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(InvalidRequest, match="empty"):
         order(state.import_file, PAGE, {"session_id": "s"}, tmp_path)
+
+
+def test_a_full_folder_for_files_in_transit_is_told(tmp_path, monkeypatch):
+    def full(*_) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(StorageFailed, match="No space left"):
+        order(state.import_file, PAGE, {"session_id": "s"}, tmp_path, b"a state")
+    assert list(tmp_path.iterdir()) == []
