@@ -6,11 +6,12 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help serve test test-long lint format bench kernels hip-check clean
+.PHONY: help serve test test-web test-long lint format bench kernels hip-check clean
 
 help:
 	@echo "make serve [ARGS='--model-path M.pth --password P']   serve a model"
 	@echo "make test          lint and run the tests that need no GPU (minutes)"
+	@echo "make test-web      drive the page in a browser (skipped by name where chromium is not installed)"
 	@echo "make test-long     run them with their full counts and write test/results/long.txt"
 	@echo "make bench         measure this machine's CPU against the PyPI package rwkv"
 	@echo "make kernels       compile the CUDA sources (with pip's nvcc if there is no other); make hip-check: the HIP ones (needs hipcc)"
@@ -27,10 +28,13 @@ LONG := -m "not gpu" --timeout 3600 --disable-warnings --hypothesis-profile long
 test: $(VENV)/.ready-test lint
 	$(BIN)/python -m pytest -n 2
 
+test-web: $(VENV)/.ready-web
+	$(BIN)/python -m pytest -m "web and not long" test/web
+
 # Here the live server is held to its bounds on time, so its tests run alone.
 test-long: $(VENV)/.ready-test lint
 	mkdir -p test/results
-	$(BIN)/python -m pytest -n 2 $(LONG) --ignore test/live > test/results/long.txt; status=$$?; \
+	$(BIN)/python -m pytest -n 2 $(LONG) --ignore test/live --ignore test/web > test/results/long.txt; status=$$?; \
 	STRICT_TIMES=1 $(BIN)/python -m pytest $(LONG) test/live >> test/results/long.txt || status=1; \
 	grep -E "passed|failed|FAILED" test/results/long.txt; exit $$status
 
@@ -77,4 +81,8 @@ $(VENV)/.ready-nvcc: requirements-cuda.txt $(VENV)/.ready
 
 $(VENV)/.ready-test: requirements-test.txt $(VENV)/.ready
 	$(PIP) -r requirements-test.txt -c $(VENV)/constraints.txt
+	@touch $@
+
+$(VENV)/.ready-web: requirements-web.txt $(VENV)/.ready-test
+	$(PIP) -r requirements-web.txt -c $(VENV)/constraints.txt
 	@touch $@

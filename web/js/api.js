@@ -117,8 +117,9 @@ export async function* events(path, body, signal) {
 
 /** What a person would type to make the same call. */
 export function curl(path, body, stream = false) {
-  const quoted = JSON.stringify(body, null, 1).replace(/\n\s*/g, " ").replaceAll("'", "'\\''");
   const header = hasSecret() ? ' -H "Authorization: Bearer $PASSWORD"' : "";
-  const data = body === undefined ? "" : ` -H "Content-Type: application/json" -d '${quoted}'`;
-  return `curl ${stream ? "-N " : ""}${location.origin}${path}${header}${data}`;
+  const command = `curl ${stream ? "-N " : ""}${location.origin}${path}${header}`;
+  if (body === undefined) return command;
+  const quoted = JSON.stringify(body, null, 1).replace(/\n\s*/g, " ").replaceAll("'", "'\\''");
+  return `${command} -H "Content-Type: application/json" -d '${quoted}'`;
 }

@@ -112,13 +112,9 @@ export function build(root) {
     if (!rows) return;
     let drawn = 0;
     for (const index of rows.changed) {
-      if (!seen.has(index)) {
-        rows.changed.delete(index); // marked again when it comes into sight
-        continue;
-      }
-      if (drawn++ === DRAWN) break;
+      if (seen.has(index) && drawn++ === DRAWN) break;
       rows.changed.delete(index);
-      drawCell(index);
+      drawCell(index, seen.has(index));
     }
     const rate = rows.tokens / Math.max(rows.seconds, 1e-3);
     total.textContent = `${number(rate)} ${t("tokens_per_second")}`;
@@ -128,11 +124,14 @@ export function build(root) {
     if (rows.changed.size) schedule();
   }
 
-  function drawCell(index) {
+  /** Bring a cell up to date; the text of one that is out of sight waits until it is seen. */
+  function drawCell(index, isSeen) {
     const cell = cells[index];
     if (!cell) return;
-    cell.text.data = rows.texts[index].slice(-TAIL);
-    cell.figure.data = rows.finish[index] ?? (rows.pieces[index] ? `${number(rows.rate(index))}/s` : "");
+    if (isSeen) {
+      cell.text.data = rows.texts[index].slice(-TAIL);
+      cell.figure.data = rows.finish[index] ?? (rows.pieces[index] ? `${number(rows.rate(index))}/s` : "");
+    }
     const state = rows.finish[index] ? (rows.finish[index] === "error" ? "failed" : "done") : rows.pieces[index] ? "live" : "";
     if (state !== cell.state) cell.button.className = `cell ${(cell.state = state)}`;
   }
