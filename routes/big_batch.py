@@ -1,6 +1,6 @@
 """POST /big_batch/completions and its relatives: many rows, one plain sampler, always a stream."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -28,13 +28,17 @@ class BigBatchBody(ContentsBody):
     Of the sampling fields only temperature is read, and noise when it was sent.
     """
 
-    field: ClassVar[str] = "contents"
     chats: Annotated[list[Chat], Field(fail_fast=True)] = Field(default_factory=list)
+
+    @property
+    def field(self) -> str:
+        """Where the prompts are; `contents` wins."""
+        return "contents" if self.contents or not self.chats else "chats"
 
     def texts(self) -> list[str]:
         """The raw prompts, or one prompt for each conversation."""
         tail = prompts.chat_tail(think=self.enable_think)
-        if self.contents:
+        if self.field == "contents":
             return self.contents
         return [templated(turns(chat), tail, f"chats[{index}].messages") for index, chat in enumerate(self.chats)]
 

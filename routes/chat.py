@@ -37,10 +37,15 @@ class V3Body(ContentsBody):
 
     messages: Messages = Field(default_factory=list)
 
+    @property
+    def field(self) -> str:
+        """Where the prompts are; `contents` wins."""
+        return "contents" if self.contents or not self.messages else "messages"
+
     def texts(self) -> list[str]:
-        """The prompts; `contents` wins over `messages`, of which a user's only one is the same as one of `contents`."""
+        """The prompts. A user's only message is the same as one of `contents`."""
         tail = prompts.chat_tail(think=self.enable_think, closed=prompts.NO_THINK_V3)
-        if self.contents or not self.messages:
+        if self.field == "contents":
             return [prompts.one_turn(text, tail) for text in self.contents]
         if len(self.messages) == 1 and self.messages[0].role == "user":
             return [prompts.one_turn(self.messages[0].content, tail)]

@@ -149,7 +149,7 @@ def find(text: str) -> str | None:
 
 def has_letters(text: str) -> bool:
     """Whether there is anything to translate: numbers of any kind, signs and emoji are not."""
-    return any(map(str.isalpha, text))
+    return any(map(str.isalpha, text)) or SCRIPT_PATTERNS["pIqaD"].search(text) is not None  # in no standard, so no letters
 
 
 class Guess(NamedTuple):

@@ -114,7 +114,7 @@ def test_scripts():
     assert script_of("用 PyTorch 训练") == "Han"
     assert script_of("What 中文 means in English") == "Latin"
     assert script_of("1 + 2 = 😀") == ""
-    assert all(has_letters(text) for text in ("é", "ไทย", "文"))
+    assert all(has_letters(text) for text in ("é", "ไทย", "文", "\uf8d0"))
     assert not has_letters("12:30 — 😀 ∑→ ½ ² ① Ⅳ ٣")
 
 

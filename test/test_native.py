@@ -117,6 +117,21 @@ def test_conversations_in_which_nobody_says_anything_are_refused():
         assert refused.value.param == "chats[1].messages"
 
 
+@pytest.mark.parametrize(
+    ("kind", "body", "field"),
+    [
+        (V3Body, {"messages": [{"content": "abc"}]}, "messages[0]"),
+        (V3Body, {"contents": ["a", "abc"], "messages": [{"content": "abc"}]}, "contents[0]"),
+        (BigBatchBody, {"chats": [{"messages": [{"content": "abc"}]}]}, "chats[0]"),
+        (BigBatchBody, {"contents": ["a", "abc"]}, "contents[1]"),
+    ],
+)
+def test_an_error_about_a_prompt_that_is_too_long_names_its_field(kind, body, field):
+    with pytest.raises(InvalidRequest) as refused:
+        validate(kind, body).to_request("id", Config(max_prompt_tokens=2), list)
+    assert (refused.value.param, refused.value.message.partition(":")[0]) == (field, field)
+
+
 def test_an_error_about_what_is_counted_names_its_field():
     assert validate(CountBody, {"messages": [], "contents": ["a", "b"]}).joined() == ("ab", "contents")
     with pytest.raises(InvalidRequest, match="Missing text or messages"):
