@@ -76,8 +76,8 @@ class Sessions(Protocol):
     def stats(self) -> dict[str, int | float]:
         """Figures of this moment."""
 
-    def close(self) -> None:
-        """Write what is not on disk yet; waits for it."""
+    def close(self) -> int:
+        """Write what is not on disk yet; waits for it. Returns how many sessions could not be written."""
 
 
 @dataclass(eq=False)
@@ -148,6 +148,7 @@ class Worker:
         self.sessions = sessions
         self.queue = queue
         self.last_step = time.monotonic()
+        self.lost_sessions = 0  # that could not be written at the end; known when `run` has returned
         self._inbox: _Inbox = _Inbox()
         self._lock = threading.Lock()
         self._num_waiting = 0  # accepted requests none of whose rows has started
@@ -272,7 +273,7 @@ class Worker:
             raise
         finally:
             if self.sessions is not None:
-                self.sessions.close()
+                self.lost_sessions = self.sessions.close()
 
     def turn(self) -> None:
         """Take the inbox, submit the next step, read the one before, deliver."""

@@ -11,7 +11,7 @@ from models import TINY, random_weights
 from test_model import greedy
 from test_worker import GREEDY, STOPS, Harness, alone, visible_ids
 
-from rwkv_batch.errors import InvalidRequest
+from rwkv_batch.errors import InvalidRequest, StorageFailed
 from rwkv_batch.request import Request
 from rwkv_batch.session_db import SessionDatabase
 from rwkv_batch.sessions import Delete, Session, Status
@@ -250,3 +250,13 @@ def test_a_turn_without_tokens_feeds_its_prompt(path):
         harness.turn("t", [1, 2, 3, 4, 5], max_tokens=0)
         harness.turn("s", [4, 5], max_tokens=0, separate=False)
         assert (harness.kept("s").wkv - harness.kept("t").wkv).abs().max() < 1e-5
+
+
+def test_the_end_of_the_worker_tells_how_many_sessions_it_could_not_write(path, monkeypatch):
+    with SessionHarness(path, vocab=256, pool={"durability": "shutdown"}) as harness:
+        for name in "ab":
+            harness.turn(name, [1, 2, 3], max_tokens=3)
+        monkeypatch.setattr(harness.sessions._database, "write", lambda _: (_ for _ in ()).throw(StorageFailed("full")))
+        harness.worker.stop()
+        harness.worker.run()
+        assert harness.worker.lost_sessions == 2
