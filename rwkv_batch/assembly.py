@@ -17,7 +17,7 @@ import torch
 from rwkv_batch import kernels, reference, selfcheck
 from rwkv_batch import weights as weights_module
 from rwkv_batch.channel import EngineInfo
-from rwkv_batch.config import COMPILE_MODE, Config, find_model
+from rwkv_batch.config import COMPILE_MODE, MAX_SLOTS, Config, find_model
 from rwkv_batch.decode_graphs import DecodeGraphs, buckets_for
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import CheckpointError, UsageError
@@ -73,14 +73,16 @@ def build_worker(config: Config, deliver: Callable[[dict[bytes, list[Progress | 
         buffers = buffer_bytes(shape, budget) + pool_bytes(config, shape, wkv_dtype)
         per_slot = sampling_bytes(config, shape)
     num_slots = plan_memory(shape, dtype, device, config.slots, name, wkv_dtype, buffers, per_slot)
+    num_spare = plan_spare(shape, dtype, device, num_slots, config.spare_slots, wkv_dtype, buffers, per_slot)
     weights = weights_module.from_tensors(
         tensors, name=name, dtype=dtype, device=device, valid_ids=lambda vocab_size: valid_ids(tokenizer)
     )
     for line in weights_module.iter_summary(weights):
         log.info("%s", line)
-    engine = build_engine(config, weights, num_slots, max_tokens=budget, library=library)
+    engine = build_engine(config, weights, num_slots + num_spare, num_spare=num_spare, max_tokens=budget, library=library)
     scheduler = Scheduler(
-        num_slots=num_slots,
+        num_slots=num_slots + num_spare,
+        spare_slots=num_spare,
         prefill_budget=budget,
         mixed=on_cpu,
         busy_budget=config.busy_prefill_budget or (None if on_cpu else GPU_BUSY_PREFILL),
@@ -179,12 +181,14 @@ def build_engine(
     weights: weights_module.Weights,
     num_slots: int,
     *,
+    num_spare: int = 0,
     max_tokens: int,
     library: ctypes.CDLL | None = None,
     graph_sizes: list[int] | None = None,
 ) -> Engine:
     """Return an engine with everything that takes time behind it: kernels checked, products tuned, graphs captured.
 
+    num_spare    how many of the slots are seldom taken
     max_tokens   of one step
     graph_sizes  batch sizes to capture, ascending; None = a ladder up to `num_slots`
     """
@@ -215,7 +219,7 @@ def build_engine(
         ops = selfcheck.PartlyReferenceOps(weights, launcher, frozenset(failing), **limits)
         return Engine(Model(weights, ops, " but ".join(["kernels", *failing])), sampler, state)
     ops = KernelOps(weights, launcher, **limits)
-    sizes = graph_sizes or ([num_slots] if config.batch_invariant else buckets_for(num_slots))
+    sizes = graph_sizes or ([num_slots] if config.batch_invariant else buckets_for(num_slots, num_spare))
     model = Model(weights, ops, "kernels")
     graphs = DecodeGraphs(model, sampler, state, sizes)
     prefills = None if config.batch_invariant else PrefillGraphs(model, sampler, state, max_tokens=max_tokens)
@@ -325,6 +329,27 @@ def plan_memory(
             f" weights: {weights / MIB:,.0f}{rest}), only {free / MIB:,.0f} MiB are free{advice}"
         )
     return slots
+
+
+def plan_spare(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    slots: int,
+    share: float,
+    wkv_dtype: torch.dtype = torch.float32,
+    buffers: int = 0,
+    sampling: int = 0,
+) -> int:
+    """Return the number of spare slots beside `slots`: that share of them, rounded, and fewer where memory is short.
+
+    The other arguments are those of `plan_memory`.
+    """
+    room = free_memory(device) - shape.count_bytes(dtype) - buffers
+    fitting = room // (slot_bytes(shape, wkv_dtype) * (1 + CHECKPOINTS) + sampling)
+    spare = max(0, min(int(slots * share + 0.5), min(fitting, MAX_SLOTS) - slots))
+    log.info("and %d spare slots", spare)
+    return spare
 
 
 def buffer_bytes(shape: ModelShape, max_tokens: int) -> int:

@@ -24,6 +24,7 @@ PREFIX = "RWKV_BATCH_"
 COMPILE_MODE = "max-autotune-no-cudagraphs"
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # of an API key's holder
 MODEL_SUFFIXES = (".pth", ".safetensors", ".st", ".rwkv")  # the last is the packed demo model's
+MAX_SLOTS = 65_535  # blocks of a CUDA grid along y
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo"
 
 
@@ -69,7 +70,14 @@ class Config:
     threads: int = setting(0, "model", "CPU threads of the engine; 0 = automatic", low=0, high=4096)
 
     # CUDA grids have at most 65,535 blocks along y: rows of a step, or pieces of 16 of its tokens.
-    slots: int = setting(0, "batching", "sequences decoded at the same time; 0 = automatic", low=0, high=65_535)
+    slots: int = setting(0, "batching", "sequences decoded at the same time; 0 = automatic", low=0, high=MAX_SLOTS)
+    spare_slots: float = setting(
+        0.0625,
+        "batching",
+        "further slots, as a share of --slots, for requests that have no row in any: others that fill all do not stop them",
+        low=0,
+        high=1,
+    )
     prefill_budget: int = setting(0, "batching", "prompt tokens fed in one step; 0 = automatic", low=0, high=1_000_000)
     busy_prefill_budget: int = setting(
         0, "batching", "the same while others decode, whose next tokens wait for the step; 0 = automatic", low=0, high=1_000_000

@@ -25,10 +25,14 @@ LARGE = (640, 768, 960, 1024)
 STEP = 256  # between larger ones
 
 
-def buckets_for(num_slots: int) -> list[int]:
-    """Return the batch sizes to capture for up to `num_slots` rows, ascending; the last one takes them all."""
-    sizes = [size for size in (*SMALL, *LARGE, *range(LARGE[-1] + STEP, num_slots, STEP)) if size < num_slots]
-    return [*sizes, num_slots]
+def buckets_for(num_slots: int, num_spare: int = 0) -> list[int]:
+    """Return the batch sizes to capture for up to `num_slots` rows, ascending; the last one takes them all.
+
+    There is one for all but the `num_spare` spare slots, in which the batch of a single large request runs.
+    """
+    usual = num_slots - num_spare
+    sizes = [size for size in (*SMALL, *LARGE, *range(LARGE[-1] + STEP, usual, STEP)) if size < usual]
+    return sorted({*sizes, usual, num_slots})
 
 
 class DecodeGraphs:

@@ -2,6 +2,10 @@
 
 Requests queue in the order they came. The one in front starts what its loop allows: a wave of a sync batch if it fits, else one
 row, and goes to the back while more of it may start. So a free slot never waits, and a request only for one turn of each other.
+
+The last free slots are spare: only a request none of whose rows runs may take one. So one that has its rows in all other slots
+does not make the next ones wait for their ends, however long they are: as many requests as there are spare slots, and one more,
+always have a row in the next plan.
 """
 
 from collections import deque
@@ -16,6 +20,7 @@ from rwkv_batch.sync_batch import SyncBatch
 class Scheduler:
     """Rows of all requests in `num_slots` slots.
 
+    spare_slots     slots, of all, that only the first rows of requests may take
     prefill_budget  prompt tokens a plan may feed
     mixed           whether a plan may feed prompts and decode; if not, plans of the two kinds alternate while both have work
     busy_budget     the same of a plan while rows decode, whose next tokens wait for it; None = no less
@@ -26,12 +31,14 @@ class Scheduler:
         self,
         *,
         num_slots: int,
+        spare_slots: int = 0,
         prefill_budget: int,
         mixed: bool,
         busy_budget: int | None = None,
         prefixes: PrefixCache | None = None,
     ):
         self.num_slots = num_slots
+        self.spare_slots = spare_slots
         self.mixed = mixed
         self.busy_budget = busy_budget
         self.prefixes = prefixes
@@ -66,7 +73,11 @@ class Scheduler:
             raise ValueError(f"request {request.id!r} has an empty prompt")
         sequences = [Sequence(request, index) for index in range(request.num_rows)]
         if sequences:
-            batch = SyncBatch(sequences, self.num_slots) if request.loop == "sync" else ContinuousBatch(sequences)
+            batch = (
+                SyncBatch(sequences, self.num_slots - self.spare_slots)
+                if request.loop == "sync"
+                else ContinuousBatch(sequences)
+            )
             self._batches[request.id] = batch
             self._queue.append(batch)
             self._settled = False
@@ -134,13 +145,19 @@ class Scheduler:
 
     def _start_rows(self) -> None:
         """Give free slots to the requests in the queue, each its turn."""
+        passed_over: list[Batch] = []
         while self._queue and self._free:
             batch = self._queue.popleft()
-            for sequence in batch.start(len(self._free)):
+            room = len(self._free) - self.spare_slots
+            if room < 1 and batch.running:
+                passed_over.append(batch)
+                continue
+            for sequence in batch.start(max(room, 1)):
                 sequence.slot = self._free.take()
                 self._admit(sequence)
             if batch.ready:
                 self._queue.append(batch)
+        self._queue.extendleft(reversed(passed_over))
         self._settled = True
 
     def _admit(self, sequence: Sequence) -> None:

@@ -18,10 +18,13 @@ from rwkv_batch.weights import ModelShape
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5, 64, 320, 1000, 3000])
-def test_graph_sizes_take_every_number_of_rows(num_slots):
-    sizes = buckets_for(num_slots)
+@pytest.mark.parametrize("share", [0, 1 / 16])
+def test_graph_sizes_take_every_number_of_rows(num_slots, share):
+    spare = int(num_slots * share)
+    sizes = buckets_for(num_slots, spare)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == num_slots
+    assert num_slots - spare in sizes
     for rows in range(1, num_slots + 1):
         fitting = min(size for size in sizes if size >= rows)
         assert fitting <= max(rows * 1.5, rows + 1)
@@ -54,6 +57,16 @@ def test_a_number_of_slots_is_given_only_when_their_checkpoints_fit_too(buffers,
     with pytest.raises(CheckpointError, match="101 slots"):
         assembly.plan_memory(shape, fp16, cpu, 101, "tiny", fp16, buffers, sampling)
     assert 1 < assembly.plan_memory(shape, fp16, cpu, 0, "tiny", fp16, buffers, sampling) < 100
+
+
+@pytest.mark.parametrize(("slots", "spare"), [(1, 0), (7, 0), (8, 1), (32, 2), (80, 5), (96, 4), (100, 0), (101, 0)])
+def test_spare_slots_are_a_share_as_far_as_memory_goes(slots, spare, monkeypatch):
+    cpu, fp16 = torch.device("cpu"), torch.float16
+    shape = ModelShape(2, 128, 512, 256, 32, 32, 32, 32)
+    free = shape.count_bytes(fp16) + 100 * 3 * assembly.slot_bytes(shape, fp16)
+    monkeypatch.setattr(assembly, "free_memory", lambda device: free)
+    assert assembly.plan_spare(shape, fp16, cpu, slots, 1 / 16, fp16) == spare
+    assert assembly.plan_spare(shape, fp16, cpu, slots, 0, fp16) == 0
 
 
 def test_the_plan_counts_what_wide_states_and_long_biases_take():

@@ -34,7 +34,11 @@ class Simulation:
         self.num_slots = self.rng.choice([1, 2, 5, 20])
         self.budget = self.rng.choice([1, 5, 16, 40, 64, 256])
         self.mixed = self.rng.random() < 0.5
-        self.scheduler = Scheduler(num_slots=self.num_slots, prefill_budget=self.budget, mixed=self.mixed)
+        self.num_spare = self.rng.choice([0, 1, 4]) if self.num_slots > 4 else 0
+        self.num_usual = self.num_slots - self.num_spare
+        self.scheduler = Scheduler(
+            num_slots=self.num_slots, spare_slots=self.num_spare, prefill_budget=self.budget, mixed=self.mixed
+        )
         self.live: dict[str, list[Sequence]] = {}  # rows that have not ended
         self.fed: dict[Sequence, list[int]] = {}
         self.num_planned: Counter[Sequence] = Counter()  # samplings in plans
@@ -168,7 +172,7 @@ class Simulation:
         waiting = sum(row.slot < 0 for row in rows)
         if rows[0].request.loop == "continuous":
             return min(1, waiting)
-        return min(waiting, self.num_slots) if waiting == len(rows) else self.wave_left[name]
+        return min(waiting, self.num_usual) if waiting == len(rows) else self.wave_left[name]
 
     # invariants
 
@@ -189,13 +193,16 @@ class Simulation:
             self.may_wait.pop(name, None)
             if self.turn(name):
                 self.join_queue(name)
-        if self.scheduler.num_free:
+        if self.scheduler.num_free > self.num_spare:
             assert not any(self.turn(name) for name in self.live), "a row waits beside a free slot"
+        elif self.scheduler.num_free:
+            assert all(any(row.slot >= 0 for row in rows) for rows in self.live.values()), "a request waits beside a spare slot"
 
     def check_nobody_starves(self, starting: str) -> None:
-        """A row starts: for all other requests that wait, one fewer may start before them."""
+        """A row starts: for all other requests that wait, one fewer may start before them. A spare slot counts for those that
+        have no other one."""
         for name in self.may_wait:
-            if name != starting:
+            if name != starting and not (self.num_spare and any(row.slot >= 0 for row in self.live[name])):
                 self.may_wait[name] -= 1
                 assert self.may_wait[name] >= 0, f"{name} was passed over too often"
 
@@ -206,7 +213,7 @@ class Simulation:
         assert all(row.index > new[-1].index for row in rows if row.slot < 0)
         if new[0].request.loop == "sync":
             if [row for row in rows if row.slot >= 0] == new:
-                self.wave_left[name] = min(len(rows), self.num_slots)
+                self.wave_left[name] = min(len(rows), self.num_usual)
             self.wave_left[name] -= len(new)
             assert self.wave_left[name] >= 0
 
@@ -440,6 +447,24 @@ def test_waves_that_do_not_fit_share_the_slots_in_turn():
     scheduler.add(request("b", [1] * 4, "continuous"))
     scheduler.add(request("c", [1]))
     assert starts_of(scheduler.next_plan()) == [("a", 0), ("b", 0), ("c", 0)]
+
+
+@pytest.mark.parametrize("loop", ["sync", "continuous"])
+@pytest.mark.parametrize("num_rows", [8, 100])
+def test_a_request_in_all_slots_does_not_hold_up_others(loop, num_rows):
+    scheduler = Scheduler(num_slots=10, spare_slots=2, prefill_budget=1024, mixed=True)
+    rows = scheduler.add(request("large", [1] * num_rows, loop, max_tokens=10_000))
+    assert starts_of(scheduler.next_plan()) == [("large", index) for index in range(8)]
+    (one,) = scheduler.add(request("one", [1], max_tokens=10_000))
+    two = scheduler.add(request("two", [1, 1], loop, max_tokens=10_000))
+    assert starts_of(scheduler.next_plan()) == [("one", 0), ("two", 0)]
+    scheduler.finish(rows[3])
+    assert starts_of(scheduler.next_plan()) == []  # it is spare again
+    scheduler.add(request("three", [1]))
+    assert starts_of(scheduler.next_plan()) == [("three", 0)]
+    for sequence in (*rows[:2], one, two[0]):
+        scheduler.finish(sequence)
+    assert ("two", 1) in starts_of(scheduler.next_plan())
 
 
 def test_cancel_of_a_wave_in_parts_lets_the_others_in():
