@@ -44,7 +44,7 @@ from state_pool import StatePool
 
 log = logging.getLogger("rwkv_batch.engine")
 
-CPU_SLOTS, CPU_PREFILL = 64, 256
+CPU_SLOTS, CPU_PREFILL, CPU_BUSY_PREFILL = 64, 256, 64
 GPU_SLOTS, GPU_PREFILL, GPU_BUSY_PREFILL = 320, 4096, 512
 CHECKPOINTS = 2  # states that a turn of a session holds beside its slot
 LESS_MEMORY = ("--slots", "--prefill-budget", "--prefix-cache-mib", "--l1-sessions", "--max-logit-bias")  # the first: anywhere
@@ -85,7 +85,7 @@ def build_worker(config: Config, deliver: Callable[[dict[bytes, list[Progress | 
         spare_slots=num_spare,
         prefill_budget=budget,
         mixed=on_cpu,
-        busy_budget=config.busy_prefill_budget or (None if on_cpu else GPU_BUSY_PREFILL),
+        busy_budget=config.busy_prefill_budget or (CPU_BUSY_PREFILL if on_cpu else GPU_BUSY_PREFILL),
         prefixes=build_prefixes(config),
     )
     sessions = build_sessions(config, weights)

@@ -13,8 +13,10 @@ from rwkv_batch.decode_graphs import buckets_for
 from rwkv_batch.errors import CheckpointError, UsageError
 from rwkv_batch.model import Model
 from rwkv_batch.reference import Rows
+from rwkv_batch.request import Request
 from rwkv_batch.state import State
 from rwkv_batch.weights import ModelShape
+from sampling.params import SamplingParams
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5, 64, 320, 1000, 3000])
@@ -106,6 +108,22 @@ def test_no_step_has_more_rows_or_pieces_than_a_grid_has_blocks():
         with pytest.raises(UsageError):
             Config(**too_large)
     assert Config(slots=65_535).slots == 65_535
+
+
+def test_a_cpu_feeds_prompts_in_smaller_parts_beside_rows_that_decode(tiny_checkpoint, tmp_path):
+    """A step takes as long as it has tokens, and those who decode wait for it."""
+    worker = assembly.build_worker(
+        Config(model_path=str(tiny_checkpoint), device="cpu", slots=2, state_db=str(tmp_path / "db")), lambda batch: None
+    )
+    prompts = [[1] * 600, [2] * 600]
+    fed = []
+    for name, prompt in enumerate(prompts):
+        worker.scheduler.add(Request(id=f"{name}", prompts=[prompt], sampling=SamplingParams(), max_tokens=100, cache=False))
+        plans = [worker.scheduler.next_plan() for _ in range(12)]
+        fed.append(max(sum(len(row.ids) for row in plan.rows) for plan in plans))
+    worker.sessions.close()
+    assert fed == [assembly.CPU_PREFILL, assembly.CPU_BUSY_PREFILL]
+    assert fed[1] <= fed[0] / 4
 
 
 def test_planes_are_put_back_in_order():
