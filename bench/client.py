@@ -59,10 +59,10 @@ class Stream:
         """The payloads of `data:` lines, comments left out."""
         rest = b""
         async for chunk in self.chunks():
-            *blocks, rest = (rest + chunk).split(b"\n\n")
-            for block in blocks:
-                if block.startswith(b"data: "):
-                    yield block[6:]
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: "):
+                    yield line[6:]
 
 
 async def open_stream(

@@ -11,7 +11,7 @@ from routes.reply import DONE, Answer, Call, Plain, dumps, error_document, sse
 from routes.schemas import ContentsBody, Messages, PromptsBody, validate
 from rwkv_batch import prompts
 from rwkv_batch.channel import Event, error_of
-from rwkv_batch.errors import EngineFailed, InvalidRequest
+from rwkv_batch.errors import EngineFailed, InvalidRequest, RwkvBatchError
 from rwkv_batch.prompts import Turn
 from rwkv_batch.request import Failure, Finish, Loop
 from sampling.params import SamplingParams
@@ -113,17 +113,18 @@ class Document:
         self.texts: list[list[str]] = [[] for _ in range(num_rows)]
         self.finishes: dict[int, Finish] = {}
 
-    def feed(self, event: Event) -> bytes | None:
-        """Take one event; the last returns the document, or the error body when the request or all of its rows failed."""
+    def feed(self, event: Event) -> bytes | RwkvBatchError | None:
+        """Take one event; the last returns the document, or the error when the request or all of its rows failed."""
         if isinstance(event, Failure):
-            return dumps(error_document(error_of(event))).encode()
+            return error_of(event)
         for delta in event.deltas:
             self.texts[delta.index].append(delta.text)
         for finish in event.finishes:
             self.finishes[finish.index] = finish
         if len(self.finishes) < len(self.texts):
             return None
-        return dumps(self.body()).encode()
+        errors = [finish.error for finish in self.finishes.values() if finish.error is not None]
+        return EngineFailed(errors[0]) if len(errors) == len(self.texts) else dumps(self.body()).encode()
 
     def body(self) -> dict[str, Any]:
         """The finished answer; a row that ended with an error says so beside its text."""

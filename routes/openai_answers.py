@@ -75,13 +75,13 @@ class Answer:
 
     # --- a document ---
 
-    def document(self, event: Event) -> bytes | Callable[[], bytes] | None:
+    def document(self, event: Event) -> bytes | Callable[[], bytes] | RwkvBatchError | None:
         """Take one event; the last returns the document, what writes a long one, or the error that the request failed with."""
         self._take(event)
         if not isinstance(event, Failure) and len(self.finishes) < self.num_choices:
             return None
         if self.error is not None:
-            return dumps(error_document(self.error, nested=True)).encode()
+            return self.error
         return self._written if self.num_reported > WRITTEN_LATER else self._written()
 
     def _written(self) -> bytes:

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import secrets
-import select
 import threading
 import time
 from collections import deque
@@ -31,6 +30,7 @@ from robyn.robyn import get_version
 
 from routes import schemas
 from routes.access import OWNER, Secrets, in_headers, present
+from routes.connections import Cut, Hangups, Ledger, address
 from rwkv_batch import tokenizer
 from rwkv_batch.channel import Ask, EngineClient, EngineInfo, Event, Live, SessionAnswer, Ticket, error_of
 from rwkv_batch.config import Config
@@ -148,6 +148,7 @@ class Call:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     ticket: Ticket | None = None
+    failed: bool = False  # after its answer had begun
 
     @property
     def config(self) -> Config:
@@ -184,8 +185,8 @@ class Site:
         self._closed: deque[tuple[Call, str]] = deque()
         self._num_observed = 0
         self.translations = Memory(config.translate_memory_mib * 2**20)
+        self.ledger = Ledger()
         self._hangups = Hangups()
-        self._num_hangups = 0
         self._next_scan = 0.0
         self._next_check = 0.0
         client.tick = self.tick
@@ -310,7 +311,7 @@ class Site:
         if request.session is not None:
             translate, on_settled = telling(translate, on_settled), None
         call.ticket = ticket = self.client.submit(request, translate, on_settled, on_end, call.path, call.given_id)
-        ticket.num_hangups_seen = self._num_hangups
+        ticket.peer = address(call.peer)
         try:
             await answered.wait()
         except asyncio.CancelledError:
@@ -323,15 +324,15 @@ class Site:
     async def stream(self, call: Call, request: Request, translate: Callable[[Event], bytes | None]) -> "Answer":
         """Answer with events as they come. `translate` makes their bytes, the end or the error included."""
         ticket = await self.submit(call, request, translate)
-        return Answer(call, ticket, SSE, b": ping\n\n", b":\n\n", self.config.ping_seconds)
+        return Answer(call, ticket, SSE, b": ping\n", b":\n", self.config.ping_seconds)
 
     async def document(
-        self, call: Call, request: Request, translate: Callable[[Event], bytes | Callable[[], bytes] | None]
+        self, call: Call, request: Request, translate: Callable[[Event], bytes | Callable[[], bytes] | RwkvBatchError | None]
     ) -> "Plain | Answer":
-        """Answer with one JSON document, which `translate` returns with the last event.
+        """Answer with one JSON document, which `translate` returns with the last event, or the error to tell instead.
 
-        Within PLAIN_SECONDS it has its true status; after that the answer is a stream of blanks that ends in the document.
-        Instead of a document that takes long to write, `translate` may return what writes it.
+        Within PLAIN_SECONDS it has its true status; after that the answer is a stream of blanks that ends in the document, or
+        is cut off. Instead of a document that takes long to write, `translate` may return what writes it.
         """
         ended = asyncio.Event()
         ticket = await self.submit(call, request, translate, ended)
@@ -343,6 +344,8 @@ class Site:
             raise error_of(ticket.failure)
         items = []
         while (item := ticket.take(0.0)) is not Ticket.END:
+            if isinstance(item, RwkvBatchError):
+                raise item
             if item is not NUDGE:
                 items.append(item if isinstance(item, bytes) else await asyncio.to_thread(item))
         return Plain(b"".join(items))
@@ -413,20 +416,22 @@ class Site:
         now = time.monotonic()
         if self.client.tickets and now >= self._next_scan:
             self._next_scan = now + SCAN_SECONDS
-            self._num_hangups += self._hangups.scan()
-            self._nudge(now)
+            self._nudge(self._hangups.scan(), now)
         if now >= self._next_check:
             self._next_check = now + 1.0
             self._cut_slow_readers(now)
 
-    def _nudge(self, now: float) -> None:
-        """After a hang-up, make each answer write twice as soon as it is quiet, for it may be the one whose client left.
+    def _nudge(self, left: set[str], now: float) -> None:
+        """After a hang-up, make each answer to that address write twice as soon as it is quiet, for it may have been left.
 
         The first write after a hang-up still succeeds, the second fails and ends the answer. Others write anyway.
         """
         for ticket in self.client.tickets.values():
-            if ticket.num_hangups_seen != self._num_hangups and now - ticket.taken_at > QUIET_SECONDS:
-                ticket.num_hangups_seen = self._num_hangups
+            if ticket.peer in left or (not ticket.watched and ticket.peer in self._hangups.current):
+                ticket.suspect = True
+            ticket.watched = True
+            if ticket.suspect and now - ticket.taken_at > QUIET_SECONDS:
+                ticket.suspect = False
                 ticket.queue.put(NUDGE)
                 ticket.queue.put(NUDGE)
 
@@ -474,7 +479,7 @@ class Site:
                 line += f" prompts={call.num_prompts} prompt_tokens={call.prompt_tokens} tokens={tokens}"
                 if ticket.first_at is not None and ticket.incremental:
                     line += f" ttft_ms={(ticket.first_at - call.began) * 1000:.1f}"
-                line += f" end={'error' if ticket.failure else how}"
+                line += f" end={'error' if ticket.failure or call.failed else how}"
             access_log.info(line)
 
 
@@ -496,6 +501,8 @@ class Answer:
         self._wrote_at = time.monotonic()
         self._held: Any = None  # taken from the queue behind what was just returned
         self._open = True
+        self._error: RwkvBatchError | None = None  # what it has failed with after it began
+        self._cut = Cut(call.site.ledger)
         call.site.opened()
 
     def __iter__(self) -> "Answer":
@@ -505,6 +512,8 @@ class Answer:
         """Next bytes to write, all that wait; b"" writes nothing and gives the thread back."""
         if not self._open:
             raise StopIteration
+        if self._error is not None:
+            return self._fail()
         item, self._held = self._held, None
         if item is None:
             try:
@@ -517,10 +526,29 @@ class Answer:
         if item is Ticket.END:
             self._close("done")
             raise StopIteration
+        if isinstance(item, RwkvBatchError):
+            self._error = item
+            return self._blanks()
         self._wrote_at = time.monotonic()
         if item is NUDGE:
             return self._nudge
         return self._with_rest(item) if isinstance(item, bytes) else item()
+
+    def _blanks(self) -> bytes:
+        blanks = self._cut.blanks(self._wrote_at)
+        self._wrote_at = time.monotonic()
+        return blanks
+
+    def _fail(self) -> bytes:
+        """Cut the connection, for the status said success; where that cannot be done, the error is the body."""
+        was_cut = self._cut.found()
+        if was_cut is None:
+            return self._blanks()
+        self.call.failed = True
+        self._close("done")
+        if was_cut:
+            raise StopIteration
+        return dumps(error_document(self._error, self.call.nested)).encode()
 
     def _with_rest(self, item: bytes) -> bytes:
         parts = [item]
@@ -567,37 +595,8 @@ class Later:
             if error is not None and not isinstance(error, RwkvBatchError):
                 log.error("an answer failed", exc_info=error)
                 error = EngineFailed("internal error", code="internal")
-            self.queue.put(task.result().body if error is None else dumps(error_document(error)).encode())
+            self.queue.put(task.result().body if error is None else error)
         self.queue.put(Ticket.END)
-
-
-class Hangups:
-    """Notices connections of this process that the other side has hung up, by looking at all of its descriptors."""
-
-    EVENTS = getattr(select, "POLLRDHUP", 0)  # absent on macOS: there only pings find out
-
-    def __init__(self) -> None:
-        self._poll: Any = None
-        self._num_scans = 0
-        self._known: set[int] = set()
-
-    def scan(self) -> int:
-        """How many connections were hung up since the last scan."""
-        if not self.EVENTS:
-            return 0
-        if self._num_scans % 8 == 0:
-            self._refresh()
-        self._num_scans += 1
-        found = {fd for fd, events in self._poll.poll(0) if events & self.EVENTS and not events & select.POLLNVAL}
-        num_new = len(found - self._known)
-        self._known = found
-        return num_new
-
-    def _refresh(self) -> None:
-        self._poll = select.poll()
-        top = max((int(name) for name in os.listdir("/proc/self/fd")), default=64)
-        for fd in range(3, top + 32):
-            self._poll.register(fd, self.EVENTS)
 
 
 def telling(translate: Callable[[Event], bytes | None], tell: Callable[[], None]) -> Callable[[Event], bytes | None]:

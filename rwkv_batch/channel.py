@@ -529,7 +529,8 @@ class Ticket:
         self.taken_at = self.submitted_at
         self.unread_since = self.submitted_at  # when the oldest unread item was queued, at the latest
         self.completion_tokens = 0
-        self.num_hangups_seen = 0  # for whoever watches connections
+        self.peer = ""  # where it came from, for whoever watches connections
+        self.watched = self.suspect = False  # whether that was looked at, and whether its client may have left
         self._client = client
 
     def cancel(self) -> None:

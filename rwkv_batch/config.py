@@ -178,7 +178,7 @@ class Config:
     crash_window_seconds: float = setting(300.0, "life", "see --max-crashes", low=1, high=86400)
     heartbeat: float = setting(0.5, "life", "time between two signs of life of engine and HTTP processes", low=0.05, high=10)
     peer_seconds: float = setting(15.0, "life", "silence after which engine or HTTP process is given up", low=1, high=3600)
-    ping_seconds: float = setting(1.0, "life", "silence in an answer until a sign of life is sent", low=0.1, high=60)
+    ping_seconds: float = setting(15.0, "life", "silence in an answer until a sign of life is sent", low=0.1, high=3600)
 
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "logs", "how much is logged, to stderr")
     access_log: bool = setting(True, "logs", "one line for each request")

@@ -61,9 +61,9 @@ def parse(text):
 def stream(text, rows):
     """The texts of a native or OpenAI stream."""
     texts, reasons = [""] * rows, {}
-    blocks = text.split("\n\n")
+    blocks = "".join(line for line in text.splitlines(True) if not line.startswith(":")).split("\n\n")
     need(blocks.pop() == "", "the stream does not end with a blank line")
-    events = [block for block in blocks if not block.startswith(":")]
+    events = blocks
     need(all(event.startswith("data: ") for event in events), "an event is not a data line")
     need(events[-1:] == ["data: [DONE]"] and text.count("[DONE]") == 1, "the stream does not end with one [DONE]")
     for event in map(parse, (event[6:] for event in events[:-1])):

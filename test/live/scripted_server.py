@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from scripted_model import byte_ids, write_scripted
-from server_process import ROOT, ServerProcess
+from server_process import ROOT, ServerProcess, without_comments
 
 from rwkv_batch import tokenizer
 
@@ -45,7 +45,7 @@ def events(server: ServerProcess, path: str, body: Any, headers: dict[str, str] 
     assert status == 200, text
     assert found["content-type"] == "text/event-stream"
     assert text.endswith("\n\n")
-    blocks = [block for block in text.split("\n\n")[:-1] if not block.startswith(":")]
+    blocks = without_comments(text).split("\n\n")[:-1]
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
     return [block[6:] for block in blocks]
 

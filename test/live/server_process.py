@@ -141,6 +141,11 @@ class ServerProcess:
                 self.process.wait()
 
 
+def without_comments(stream: str) -> str:
+    """An event stream without its comments, each of which is a line."""
+    return re.sub(r"^:.*\n", "", stream, flags=re.MULTILINE)
+
+
 def wait_until(condition, seconds: float, what: str) -> float:
     """Wait for a condition; returns how long it took, AssertionError when it never came. A minute unless times are strict."""
     began = time.monotonic()

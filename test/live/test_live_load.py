@@ -1,10 +1,14 @@
 """Many streams at once, and clients that leave: everything starts, nothing starves, nothing leaks."""
 
 import asyncio
+import http.client
 import itertools
 import json
+import os
 import random
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -140,6 +144,127 @@ async def leave(port: int, rng: random.Random, *, stream: bool) -> None:
                         answer.reset()
     except TimeoutError:
         pass
+
+
+def events_by_line(text: str) -> list:
+    """Every line that is not empty is an event, behind `data: ` or whatever else takes so much room: LLMPerf."""
+    cut = [line.strip()[6:] for line in text.split("\n") if line.strip()]
+    return [json.loads(data) for data in cut if data != "[DONE]"]
+
+
+def events_by_prefix(text: str) -> list:
+    """Every line that is not empty is an event, maybe behind `data: `: the benchmarks of SGLang and conRWKV."""
+    lines = [line.strip().removeprefix("data: ") for line in text.split("\n") if line.strip()]
+    return [json.loads(data) for data in lines if data != "[DONE]"]
+
+
+def events_by_blank_line(text: str) -> list:
+    """Every empty line ends an event, also one without data: openai-go before 3.43."""
+    found, data = [], ""
+    for line in text.split("\n")[:-1]:
+        if line.startswith("data:"):
+            data += line[5:].strip()
+        elif not line:
+            if data == "[DONE]":
+                return found
+            found.append(json.loads(data))
+            data = ""
+    raise AssertionError("no [DONE]")
+
+
+@pytest.mark.parametrize("ping", ["15", "0.2"])
+def test_old_clients_read_a_stream_that_waits_for_its_slot(folder, ping):
+    """By default they see no comment for 15 s; where there is one, it is a line without a blank line behind it."""
+
+    async def scenario(port: int) -> str:
+        taker = await open_stream("127.0.0.1", port, CHAT, {"contents": ["a"], "max_tokens": 40, "stream": True})
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5, "stream": True}
+        waiter = await open_stream("127.0.0.1", port, "/v1/chat/completions", body)
+        _, text = await asyncio.gather(taker.read(), waiter.read())
+        return text.decode()
+
+    flags = ("--slots", "1", "--http-workers", "1", "--ping-seconds", ping)
+    with ServerProcess(*flags, folder=folder, step_ms=40) as server:
+        text = asyncio.run(scenario(server.port))
+    readers = [events_by_blank_line] if ping != "15" else [events_by_blank_line, events_by_line, events_by_prefix]
+    for reader in readers:
+        words = [event["choices"][0]["delta"].get("content") or "" for event in reader(text)]
+        assert "".join(words) == " w0 w1 w2 w3 w4"
+    assert (": ping\n" in text) == (ping != "15")
+
+
+def test_who_leaves_disturbs_nobody_elsewhere(folder):
+    """Streams to other addresses get no comment when a client leaves; that of the one who left ends, though nothing flows."""
+
+    async def scenario(server: ServerProcess) -> bytes:
+        body = {"contents": ["a"], "max_tokens": 60, "stream": True, "chunk_size": 1000}
+        quiet = await open_stream("127.0.0.1", server.port, CHAT, body)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        data = json.dumps({**body, "max_tokens": 100_000}).encode()
+        for _ in range(5):
+            left = socket.create_connection((server.host, server.port), source_address=("127.0.0.2", 0))
+            left.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            assert left.recv(100).startswith(b"HTTP/1.1 200")
+            left.close()
+        await asyncio.to_thread(wait_until, lambda: server.engine_stats()["sequences_running"] <= 1, 2.0, "slots free")
+        return await quiet.read()
+
+    with ServerProcess(*FRESH, "--slots", "64", "--http-workers", "1", folder=folder, step_ms=40) as server:
+        text = asyncio.run(scenario(server))
+    assert text.endswith(b"data: [DONE]\n\n")
+    assert not [line for line in text.split(b"\n") if line.startswith(b":")]
+
+
+FORMS = {
+    CHAT: {"contents": ["a"]},
+    "/v2/chat/completions": {"contents": ["a", "b"]},
+    "/openai/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/completions": {"prompt": "a"},
+    "/v1/batch/completions": {"contents": ["a"]},
+    "/FIM/v1/batch-FIM": {"prefix": ["a"], "suffix": ["b"]},
+    "/translate/v1/batch-translate": {"source_lang": "en", "target_lang": "de", "text_list": ["a"]},
+}
+
+
+async def outcome(port: int, path: str, body: dict) -> str:
+    """How a call ends for its client: by "status", by an end that is "cut", or with a "success"."""
+    async with await open_stream("127.0.0.1", port, path, {"max_tokens": 100_000, **body}) as answer:
+        try:
+            text = await answer.read()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return "cut"
+        return "status" if answer.status >= 400 else "success" if json.loads(text) else ""
+
+
+async def ends_of_all_forms(server: ServerProcess, fail) -> tuple[dict[str, str], bytes]:
+    """How calls that wait for over a second end when `fail` is called, and all of a stream beside them."""
+    stream = await open_stream("127.0.0.1", server.port, CHAT, {"contents": ["a"], "max_tokens": 100_000, "stream": True})
+    calls = [asyncio.create_task(outcome(server.port, path, body)) for path, body in FORMS.items()]
+    await asyncio.sleep(1.6)
+    fail()
+    return dict(zip(FORMS, await asyncio.gather(*calls), strict=True)), await stream.read()
+
+
+def test_answers_that_fail_after_they_began_are_no_success(folder):
+    """The status has said 200 by then; a stream beside them gets its error and a whole end."""
+    with ServerProcess("--http-workers", "1", folder=folder, step_ms=50) as server:
+        idle_one = http.client.HTTPConnection(server.host, server.port, timeout=30)
+        idle_one.request("GET", "/healthz")
+        assert idle_one.getresponse().read()
+        (engine,) = server.children("engine")
+        ends, stream = asyncio.run(ends_of_all_forms(server, lambda: os.kill(engine, signal.SIGKILL)))
+        assert "success" not in ends.values(), ends
+        assert b'"error"' in stream
+        assert b"[DONE]" not in stream
+        idle_one.request("GET", "/healthz")  # on the same connection
+        assert idle_one.getresponse().status == 200
+        idle_one.close()
+
+
+def test_a_server_that_must_stop_leaves_no_success_behind(folder):
+    with ServerProcess("--http-workers", "1", "--drain-seconds", "0.5", folder=folder, step_ms=50) as server:
+        ends, _ = asyncio.run(ends_of_all_forms(server, lambda: server.process.send_signal(signal.SIGTERM)))
+        assert "success" not in ends.values(), ends
 
 
 async def leave_many(port: int, num_streams: int, num_plain: int, seed: int) -> None:
