@@ -38,10 +38,7 @@ async def answer_with(call: Call, request: Request, answer: Answer, *, stream: b
     """Run the request. Raises what it failed with while nothing was sent."""
     if stream:
         return await call.site.stream(call, request, answer.chunks)
-    reply = await call.site.document(call, request, answer.document)
-    if answer.error is not None and isinstance(reply, Plain):
-        raise answer.error
-    return reply
+    return await call.site.document(call, request, answer.document)
 
 
 async def embeddings(call: Call) -> Plain:

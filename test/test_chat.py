@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routes.chat import Chunks, Document
+from rwkv_batch.errors import Unavailable
 from rwkv_batch.request import Delta, Failure, Finish, Progress
 
 
@@ -79,8 +80,19 @@ def test_a_document_keeps_the_order_of_the_prompts():
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
 
 
-def test_a_failed_document_is_an_error_body():
-    assert json.loads(Document("i", "m", 1).feed(Failure("r", "Unavailable", "gone"))) == {"error": "gone"}
+def test_a_failed_document_is_its_error():
+    failed = Document("i", "m", 1).feed(Failure("r", "Unavailable", "gone"))
+    assert (type(failed), failed.message) == (Unavailable, "gone")
+
+
+def test_a_document_of_rows_that_all_failed_is_an_error():
+    document = Document("i", "m", 2)
+    assert document.feed(step([], [Finish(0, "error", 1, 0, "not finite")])) is None
+    assert document.feed(step([], [Finish(1, "error", 1, 0, "not finite")])).status == 500
+    document = Document("i", "m", 2)
+    document.feed(step([Delta(1, "a", 1)], [Finish(0, "error", 1, 0, "not finite")]))
+    choices = json.loads(document.feed(step([], [Finish(1, "stop", 1, 1)])))["choices"]
+    assert [choice.get("error") for choice in choices] == ["not finite", None]
 
 
 @given(

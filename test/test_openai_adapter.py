@@ -23,7 +23,7 @@ from routes.openai_answers import ChatAnswer, CompletionAnswer
 from routes.openai_responses import ResponseAnswer, ResponseBody
 from routes.openai_schemas import ChatBody, CompletionBody, read
 from routes.openai_tokens import detokenize, tokenize
-from routes.reply import Site
+from routes.reply import Site, error_document
 from routes.thoughts import Thought
 from rwkv_batch import prompts, tokenizer
 from rwkv_batch.channel import EngineInfo
@@ -473,8 +473,8 @@ def test_failures():
     failed = Failure("r", "Overloaded", "full", None, "queue_full", 1.0)
     right = {"error": {"message": "full", "type": "rate_limit_error", "param": None, "code": "queue_full"}}
     whole = answer_to(ChatAnswer, ChatBody)
-    assert json.loads(whole.document(failed)) == right
-    assert whole.error.status == 429
+    error = whole.document(failed)
+    assert (error.status, error_document(error, nested=True)) == (429, right)
     assert payloads(answer_to(CompletionAnswer, CompletionBody).chunks(failed)) == [right]
     broken = step([], [Finish(0, "error", 1, 0, "not finite")])
     *_, last = payloads(answer_to(ChatAnswer, ChatBody).chunks(broken))
@@ -508,7 +508,7 @@ def test_one_choice_that_fails_fails_the_answer_once_and_at_the_end():
     whole, stream = (answer_to(ChatAnswer, ChatBody, n=2, stream_options={"include_usage": True}) for _ in range(2))
     *nothing, last = [whole.document(event) for event in events]
     assert nothing == [None, None]
-    assert "choice 1: not finite" in json.loads(last)["error"]["message"]
+    assert "choice 1: not finite" in last.message
     chunks = [chunk for event in events for chunk in payloads(stream.chunks(event))]
     assert [list(chunk) for chunk in chunks if "error" in chunk] == [["error"]]
     assert "error" in chunks[-1]

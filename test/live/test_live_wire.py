@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from server_process import PATIENCE, ServerProcess, wait_until, without_comments
 
 from routes import ROUTES, admin
+from routes.page import FILES
 
 CHAT = "/v1/chat/completions"
 CHUNK = "chat.completion.chunk"
@@ -441,7 +442,10 @@ def test_a_large_body_needs_its_password(locked):
 def test_public_routes_are_few_and_the_secret_is_nowhere(locked):
     lists = {f"{base}/models{one}" for base in ("/v1", "/openai/v1") for one in ("", "/*model")}
     health = {f"{base}/health" for base in ("", "/v1", "/openai", "/openai/v1")}
-    assert {route.path for route in ROUTES if route.access == "open"} == {*lists, *health, "/healthz", "/readyz"}
+    page = {f"/web/{name}" for name in FILES}
+    public = {route.path for route in ROUTES if route.access == "open"}
+    assert public == {*lists, *health, *page, "/", "/healthz", "/readyz"}
+    assert {route.method for route in ROUTES if route.access == "open"} == {"GET"}
     for path in ("/stats", "/metrics", "/"):
         assert ASCII_SECRET not in str(locked.get(path, locked.headers))
     assert ASCII_SECRET not in locked.output
