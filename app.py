@@ -3,8 +3,9 @@ ends them together.
 
 Children are fresh interpreters of this same file (`--role`), each with one socket to the supervisor as its standard input: the
 settings come in by it, orders and reports pass over it, and its end means that the other side is dead. Exit codes: 0 orderly,
-2 wrong setting, busy port or unusable checkpoint, 70 a step failed or hung (engine) or a thread died, 71 too many crashes
-(supervisor).
+1 killed what did not stop in time, 2 wrong setting, busy port or unusable checkpoint, 70 a step failed or hung (engine) or a
+thread died, 71 too many crashes (supervisor), 74 stopped with sessions that could not be written, 128 + signal when a second
+one stopped the server at once.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rwkv_batch import __version__, metrics
+from rwkv_batch import __version__, lines, metrics
 from rwkv_batch.config import Config, find_model, load
 from rwkv_batch.errors import CheckpointError, RwkvBatchError, Unavailable, UsageError
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rwkv_batch.app")
 
-EXIT_USAGE, EXIT_ENGINE, EXIT_CRASHES = 2, 70, 71
+EXIT_USAGE, EXIT_ENGINE, EXIT_CRASHES, EXIT_LOST = 2, 70, 71, 74
 FOLDER_PREFIX = "rwkv-batch-"
 MAX_BASE = 68  # bytes of the path before that: those of a socket may be 103 in all
 HTTP_STOP_SECONDS = 3.0  # from the order to stop until a process is killed
@@ -146,6 +147,7 @@ class Supervisor:
         self.info: EngineInfo | None = None
         self.announced = False
         self.signals: list[int] = []
+        self.hung_up = False
         self.draining_until: float | None = None
         self.watched = time.monotonic()
         self.selector = selectors.DefaultSelector()
@@ -158,6 +160,8 @@ class Supervisor:
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, frame: self.signals.append(number))
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            signal.signal(signal.SIGHUP, lambda number, frame: setattr(self, "hung_up", True))
         self.selector.register(waker, selectors.EVENT_READ)
         now = time.monotonic()
         self.due = [(now, "engine", 0), *((now, "http", index) for index in range(self.config.http_workers))]
@@ -187,6 +191,8 @@ class Supervisor:
                     self.stop()
                 return code
         now = time.monotonic()
+        if self.hung_up and self.draining_until is None:  # a terminal may say so twice, and systemd does behind SIGTERM
+            self.drain(now)
         if self.signals:
             number = self.signals.pop(0)
             if self.draining_until is not None:
@@ -298,14 +304,17 @@ class Supervisor:
                     break
                 self.listen()
                 time.sleep(0.01)
-            if any(child.process.poll() for child in group):
+            codes = {child.process.poll() for child in group}
+            if EXIT_LOST in codes:
+                return EXIT_LOST
+            if any(codes):
                 code = 1
         return code
 
 
 def say(text: str) -> None:
-    """A line for the person who started the server."""
-    print(text, flush=True)
+    """A line for the person who started the server, who may have gone since."""
+    lines.OUT.write(text)
 
 
 def announce(config: Config, info: "EngineInfo") -> None:
@@ -467,7 +476,7 @@ class Control:
             with contextlib.suppress(OSError):
                 for line in self._lines:
                     orders[line.decode().strip()]()
-            os._exit(1)
+            lines.leave(1)
 
         threading.Thread(target=run, name="control", daemon=True).start()
 
@@ -497,15 +506,15 @@ def die_with(parent: int) -> None:
 def end_with_thread(died: threading.ExceptHookArgs) -> None:
     """A thread has died of a defect, so end this process: the supervisor can start another one, but not another thread."""
     log.critical("a thread died", exc_info=(died.exc_type, died.exc_value or died.exc_type(), died.exc_traceback))
-    os._exit(EXIT_ENGINE)
+    lines.leave(EXIT_ENGINE)
 
 
 def set_up_logging(config: Config) -> None:
-    """Log to stderr. Client text in messages is JSON-escaped where it is logged, so one line stays one line."""
+    """Log to stderr, waiting for nobody. Client text is JSON-escaped where it is logged, so one line stays one line."""
     logging.basicConfig(
         level=config.log_level.upper(),
         format="%(asctime)s %(levelname).1s %(process)d %(name)s: %(message)s",
-        stream=sys.stderr,
+        handlers=[lines.Handler(lines.ERR)],
     )
     for name in ("robyn", "actix_server", "actix_http", "asyncio"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -528,7 +537,7 @@ def engine_main(control: Control, config: Config, folder: Path) -> int:
     def stop() -> None:
         stopping.set()
         if server.worker is None:
-            os._exit(0)
+            lines.leave(0)
         server.worker.stop()
 
     control.listen({"drain": server.drain, "stop": stop})
@@ -551,7 +560,9 @@ def engine_main(control: Control, config: Config, folder: Path) -> int:
     except Exception:
         log.exception("the engine cannot go on")
     server.close()
-    return 0 if stopping.is_set() else EXIT_ENGINE
+    if not stopping.is_set():
+        return EXIT_ENGINE
+    return EXIT_LOST if worker.lost_sessions else 0
 
 
 def watch(control: Control, server: "EngineServer", seconds: float, stopping: threading.Event) -> None:
@@ -568,6 +579,7 @@ def watch(control: Control, server: "EngineServer", seconds: float, stopping: th
             last_step, stuck = server.worker and server.worker.last_step, 0.0
         if seconds and stuck > seconds:
             log.error("no step for %.0f s: the engine hangs and ends", stuck)
+            lines.ERR.flush()
             faulthandler.dump_traceback(all_threads=True)
             os._exit(EXIT_ENGINE)
         control.beat()
@@ -604,8 +616,7 @@ def http_main(control: Control, config: Config, folder: Path) -> int:
         while not site.idle and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.1)
-        sys.stderr.flush()
-        os._exit(0)
+        lines.leave(0)
 
     def beat(loop: asyncio.AbstractEventLoop) -> None:
         control.beat()
@@ -622,7 +633,7 @@ def http_main(control: Control, config: Config, folder: Path) -> int:
             beat(loop)
         except Exception:
             log.exception("the HTTP process cannot start")
-            os._exit(1)
+            lines.leave(1)
 
     sys.setswitchinterval(SWITCH_SECONDS)
     app = Robyn(str(folder / "app.py"))  # where it looks for a robyn.env to load, so not here

@@ -234,11 +234,13 @@ def call_back(callback: Callable | None, *args: Any) -> Any:
 class Worker(Protocol):
     """What the engine server asks of the worker; submit and the cancels are called in the server's thread.
 
-    last_step  when its loop last went round, as time.monotonic() says
+    last_step      when its loop last went round, as time.monotonic() says
+    lost_sessions  that could not be written when it stopped
     """
 
     info: EngineInfo
     last_step: float
+    lost_sessions: int
 
     def submit(self, request: Request, owner: bytes) -> None:
         """Take a request; raise Overloaded, Unavailable or InvalidRequest."""

@@ -69,6 +69,7 @@ class FakeWorker:
         self.prefill_budget = prefill_budget
         self.queue = queue
         self.last_step = time.monotonic()
+        self.lost_sessions = 0
         self._fault, _, nth = fault.partition(":")
         self._fault_at = int(nth or 0)
         self._lock = threading.Lock()

@@ -35,6 +35,8 @@ class ServerProcess:
         step_ms: float = 5,
         model: Path | None = None,
         wait: bool = True,
+        stdout: int | None = None,
+        stderr: int | None = None,
     ):
         self.log_path = folder / f"server-{time.monotonic_ns()}.log"
         # The same for all servers of a test, and with a path short enough for sockets.
@@ -46,7 +48,8 @@ class ServerProcess:
         engine = ["--fake-engine", str(step_ms)] if model is None else ["--model-path", str(model), "--device", "cpu"]
         command = [sys.executable, str(ROOT / "app.py"), *engine, "--port", "0", *args]
         with open(self.log_path, "wb") as out:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ, cwd=folder)
+            ends = {"stdout": out if stdout is None else stdout, "stderr": out if stderr is None else stderr}
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **ends, env=environ, cwd=folder)
         self.host = "127.0.0.1"
         self.port = 0
         if wait:

@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -123,7 +126,10 @@ def test_busy_port_ends_within_a_second(folder):
 
 
 def test_start_up_says_what_runs_where(folder):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     with ServerProcess("--http-workers", "1", folder=folder) as server:
+        signal.signal(signal.SIGHUP, before)
+        server.process.send_signal(signal.SIGHUP)
         for word in (
             "model    fake",
             "device",
@@ -136,6 +142,7 @@ def test_start_up_says_what_runs_where(folder):
         done = subprocess.run(command.replace("curl", "curl -s"), shell=True, capture_output=True, text=True, timeout=30)
         if done.returncode != 127:
             assert done.stdout.endswith("data: [DONE]\n\n")
+        assert server.get("/readyz")[0] == 200  # a hang-up means nothing
 
 
 def test_killed_http_process_costs_its_own_streams_only(folder):
@@ -387,6 +394,56 @@ def test_http_processes_that_do_not_stop_cost_the_engine_nothing(folder):
         assert "killing what has not ended: HTTP process 0, HTTP process 1" in server.output
     with ServerProcess("--threads", "1", "--http-workers", "1", folder=folder, model=model) as server:
         assert server.post({}, "/state/status")[1]["total_sessions"] == 1
+
+
+def test_nobody_has_to_read_what_the_server_says(folder):
+    """Standard output closed, as by `| head`; standard error a pipe that is full; and the terminal goes."""
+    said, logged = os.pipe(), os.pipe()
+    fcntl.fcntl(logged[1], fcntl.F_SETPIPE_SZ, 4096)
+    model = write_memory(folder / "bytes.pth", 256)
+    args = ("--durability", "shutdown", "--threads", "1", "--http-workers", "1")
+    with ServerProcess(*args, folder=folder, model=model, stdout=said[1], stderr=logged[1], wait=False) as server:
+        os.close(said[1])
+        text = b""
+        while not (found := re.search(rb"address  http://\S+:(\d+)", text)):
+            text += os.read(said[0], 65536)
+        server.port = int(found[1])
+        os.close(said[0])
+        wait_until(lambda: server.get("/readyz")[0] == 200, 20, "ready")
+        turn = {"contents": ["a"], "max_tokens": 2, "session_id": "s"}
+        assert server.post(turn, "/state/chat/completions")[0] == 200
+        began = time.monotonic()
+        for _ in range(60):
+            assert server.get("/healthz?" + "x" * 100)[0] == 200
+        assert time.monotonic() - began < 5 * PATIENCE
+        stream = {**turn, "session_id": "t", "max_tokens": 300, "stream": True, "stop_tokens": [], "chunk_size": 1}
+
+        async def interrupted() -> list[bytes]:
+            async with await open_stream("127.0.0.1", server.port, "/state/chat/completions", stream) as opened:
+                events = opened.events()
+                first = await anext(events)
+                server.process.send_signal(signal.SIGHUP)
+                server.process.send_signal(signal.SIGHUP)
+                return [first, *[payload async for payload in events]]
+
+        assert asyncio.run(interrupted())[-1] == b"[DONE]"
+        assert server.process.wait(60) == 0
+    os.close(logged[1])
+    assert os.read(logged[0], 65536)
+    os.close(logged[0])
+    with ServerProcess("--threads", "1", "--http-workers", "1", folder=folder, model=model) as server:
+        assert server.post({}, "/state/status")[1]["total_sessions"] == 2
+
+
+def test_sessions_that_cannot_be_written_at_the_end_are_an_exit_code(folder):
+    args = ("--durability", "shutdown", "--threads", "1", "--http-workers", "1")
+    with ServerProcess(*args, folder=folder, model=write_memory(folder / "bytes.pth", 256)) as server:
+        turn = {"contents": ["a"], "max_tokens": 2, "session_id": "s"}
+        assert server.post(turn, "/state/chat/completions")[0] == 200
+        (engine,) = server.children("engine")
+        resource.prlimit(engine, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))  # as good as a full disk
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 74
 
 
 def test_repeated_crashes_end_the_server_with_71(folder):
