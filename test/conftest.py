@@ -14,7 +14,8 @@ with contextlib.suppress(ImportError):  # a machine for GPU tests may lack it
     settings.register_profile("long", patient, max_examples=500)
     settings.load_profile("default")
 
-OWN_SERVERS = ("test_live_checkpoints", "test_live_load", "test_live_processes")  # each of their tests starts what it needs
+# Each of their tests starts what it needs.
+OWN_SERVERS = ("test_live_checkpoints", "test_live_fuzz", "test_live_load", "test_live_processes", "test_live_soak")
 
 
 @pytest.hookimpl(optionalhook=True)
