@@ -5,6 +5,7 @@ over the default. Knows nothing of torch, HTTP or processes.
 """
 
 import argparse
+import difflib
 import hashlib
 import ipaddress
 import os
@@ -287,11 +288,16 @@ def read_password(password: str | None, path: str | None) -> str | None:
     return read_secret(path, "password_file")
 
 
+def exposed(mode: int) -> bool:
+    """Whether others than its owner may open a file of this mode."""
+    return os.name == "posix" and stat.S_IMODE(mode) & 0o077 != 0
+
+
 def read_secret(path: str, name: str) -> str:
     """The text of a file that only its owner may read, without line ends around it. Raises UsageError naming the setting."""
     flag = flag_of(name)
     try:
-        if os.name == "posix" and stat.S_IMODE(os.stat(path).st_mode) & 0o077:
+        if exposed(os.stat(path).st_mode):
             raise UsageError(f"{flag}: others may read {path}; run chmod 600 {path}", param=name)
         text = Path(path).read_text(encoding="utf-8").strip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -357,7 +363,7 @@ def model_files(path: Path) -> list[Path]:
 
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     """Read flags, environment and settings file. Raises UsageError; `--help` and `--version` print and exit with 0."""
-    flags = vars(make_parser().parse_args(argv))
+    flags = read_flags(argv)
     path = flags.pop("config", None) or environ.get(PREFIX + "CONFIG")
     values: dict[str, Any] = {}
     for layer in (read_file(path) if path else {}, read_environment(environ), flags):
@@ -367,6 +373,18 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
                     values.pop(name, None)
         values.update(layer)
     return Config(**values)
+
+
+def read_flags(argv: Sequence[str]) -> dict[str, Any]:
+    """The settings on the command line. Raises UsageError, which never shows what stands behind a flag that is not known."""
+    known, unknown = make_parser().parse_known_args(argv)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        if not flag.startswith("-"):
+            raise UsageError(f"argument {argv.index(unknown[0]) + 1} stands behind no flag that takes it (see --help)")
+        like = difflib.get_close_matches(flag, [flag_of(name) for name in names()], 1)
+        raise UsageError(f"no flag is called {flag}{f', did you mean {like[0]}?' if like else ''} (see --help)")
+    return vars(known)
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -409,6 +427,7 @@ def read_file(path: str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             found = tomllib.load(file)
+            mode = os.fstat(file.fileno()).st_mode
     except OSError as error:
         raise UsageError(f"--config: cannot read {path}: {error.strerror}", param="config") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -425,6 +444,8 @@ def read_file(path: str) -> dict[str, Any]:
             value = float(value)
         if type(value) is not kind:
             raise UsageError(f"--config: {path}: {key} wants {kind.__name__}, not {type(value).__name__}", param=name)
+        if name in ("password", "api_keys") and exposed(mode):
+            raise UsageError(f"--config: {path}: others may read it, and {key} is in it; run chmod 600 {path}", param=name)
         values[name] = value
     return values
 
@@ -479,5 +500,6 @@ def make_parser() -> argparse.ArgumentParser:
                 metavar = "FILE"
             bare = item.metadata["bare"]
             optional = {} if bare is None else {"nargs": "?", "const": bare}
-            group.add_argument(flag, type=kind, metavar=metavar, help=text, **optional)
+            flags = [flag, "--model"] if item.name == "model_path" else [flag]
+            group.add_argument(*flags, dest=item.name, type=kind, metavar=metavar, help=text, **optional)
     return parser

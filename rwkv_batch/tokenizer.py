@@ -8,6 +8,7 @@ Knows nothing of templates, special texts or HTTP. Id 0 is the end of text: it h
 import ast
 import hashlib
 from collections.abc import Sequence
+from functools import cache
 from importlib import resources
 
 import pyrwkv_tokenizer
@@ -146,8 +147,9 @@ class ByteTokenizer(Tokenizer):
         return list(data)
 
 
+@cache
 def for_vocab(vocab_size: int) -> Tokenizer:
-    """Return the tokenizer of a model with `vocab_size` output rows; CheckpointError if no vocabulary has that size."""
+    """Return the one tokenizer of models with `vocab_size` output rows; CheckpointError if no vocabulary has that size."""
     if vocab_size == 256:
         return ByteTokenizer()
     if WORLD_IDS <= vocab_size <= WORLD_ROWS:

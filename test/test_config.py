@@ -45,7 +45,8 @@ def test_every_field_has_flag_help_and_environment_name():
         (["--dtype", "int4"], {}, "--dtype"),
         (["--device", "tpu"], {}, "--device"),
         (["--device", "cuda:²"], {}, "--device"),
-        (["stray"], {}, "stray"),
+        (["--port", "1", "stray"], {}, "argument 3"),
+        (["--prot", "1"], {}, "--port"),
         ([], {"RWKV_BATCH_PORT": "eight"}, "RWKV_BATCH_PORT: wants a whole number"),
         ([], {"RWKV_BATCH_LOG_PROMPTS": "perhaps"}, "RWKV_BATCH_LOG_PROMPTS"),
         ([], {"RWKV_BATCH_OPS": "magic"}, "--ops"),
@@ -56,6 +57,38 @@ def test_wrong_settings_name_their_source(argv, environ, word):
         load(argv, environ)
     assert word in error.value.message
     assert "\n" not in error.value.message
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--pasword", "hunter2"],
+        ["--pasword=hunter2"],
+        ["-password", "hunter2"],
+        ["--password", "my", "hunter2"],
+        ["hunter2"],
+        ["--pasword", "-hunter2"],
+    ],
+)
+def test_a_mistyped_flag_does_not_show_its_secret(argv):
+    with pytest.raises(UsageError) as error:
+        load(argv, {})
+    assert "hunter2" not in error.value.message
+
+
+@pytest.mark.parametrize("line", ['password = "x"', 'api-keys = "a=x"'])
+def test_a_settings_file_with_a_secret_is_its_owners_alone(tmp_path, line):
+    file = tmp_path / "settings.toml"
+    file.write_text(line)
+    file.chmod(0o640)
+    with pytest.raises(UsageError, match="chmod 600"):
+        load(["--config", str(file)], {})
+    file.chmod(0o600)
+    assert load(["--config", str(file)], {}) != Config()
+
+
+def test_model_is_short_for_model_path():
+    assert load(["--model", "a.pth"], {}) == load(["--model-path", "a.pth"], {}) == Config(model_path="a.pth")
 
 
 @pytest.mark.parametrize(
