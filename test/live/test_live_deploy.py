@@ -184,6 +184,19 @@ def test_a_silent_answer_is_waited_for(proxy):
     assert b"[DONE]" in answer
 
 
+def test_an_answer_that_the_server_cuts_off_is_cut_off(proxy, backend):
+    """A whole answer that fails after its first second has said 200 already."""
+    name = f"cut-{proxy.name}"
+    with proxy.open(post(LONG, more=f"X-Request-Id: {name}\r\n")) as connection:
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 200
+        stopped = backend.request("POST", "/v1/server/stop", {"request_id": name}, backend.headers)[1]
+        assert stopped["stopped"]
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            answer.read()
+
+
 def test_who_leaves_frees_the_rows(proxy, backend):
     calls = [{**LONG, "stream": stream} for stream in (True, True, False, False)]
     connections = [proxy.open(post(body)) for body in calls]
