@@ -58,6 +58,7 @@ MARK = re.compile(r"#[0-9a-f]{8}#")
 NUM_SCRIPTS = 8
 FOREIGN = 16  # characters that another prompt's text shares with a row by no accident
 FAULTS_SHOWN = 30
+KEPT = 200  # sessions that stay until the end, at most
 SETTLE_SECONDS = 11.0  # idle threads of pools end after ten
 
 
@@ -414,7 +415,7 @@ class Soak:
                 session, version = other, 1
         if rng.random() < 0.1:
             session, version = await self.carry_over(session, version)
-        if rng.random() < 0.8:
+        if len(self.kept) >= KEPT or rng.random() < 0.8:
             deleted = await self.exchange("/state/delete", {"session_id": session})
             self.demand("session", deleted.status in (200, 404) or self.is_disturbed(deleted.began), f"delete {deleted.status}")
         else:
@@ -450,16 +451,19 @@ class Soak:
 
     async def do_responses(self, rng: random.Random) -> None:
         """Two responses, the second after the first."""
-        number, previous = rng.randrange(self.args.prompts), None
+        number, names = rng.randrange(self.args.prompts), []
         for index in range(2):
-            exchange = await self.exchange("/v1/responses", response_to(number, previous, stream=rng.random() < 0.5))
+            body = response_to(number, names[-1] if names else None, stream=rng.random() < 0.5)
+            exchange = await self.exchange("/v1/responses", body)
             if not await self.accept("responses", exchange):
-                return
-            previous, text = response_of(exchange)
+                break
+            name, text = response_of(exchange)
+            names.append(name)
             key = (f"responses {index}", number)
             if not self.check_text("responses", key, text, self.right[key]):
                 break
-        await self.exchange(f"/v1/responses/{previous}", method="DELETE")
+        for name in names:
+            await self.exchange(f"/v1/responses/{name}", method="DELETE")
 
     async def check_kept(self) -> None:
         """Every session that was acknowledged is there, at its version."""
@@ -559,7 +563,7 @@ class Soak:
         exchange = await self.exchange("/stats")
         stats = exchange.document["engine"] if exchange.ok else {}
         self.demand("idle", stats.get("sequences_running") == 0, f"rows run without a request: {stats}")
-        found: dict[str, Any] = {"sessions": stats.get("sessions"), "gpu_mib": gpu_mib()}
+        found: dict[str, Any] = {"gpu_mib": gpu_mib()}
         for role in ("engine", "http") if self.args.supervisor_pid else ():
             figures = [process_figures(pid) for pid in children(self.args.supervisor_pid, role)]
             found[role] = dict(zip(("threads", "descriptors", "mib"), map(max, zip(*figures, strict=True)), strict=True))
