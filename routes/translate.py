@@ -159,7 +159,8 @@ class Work:
         return await asyncio.to_thread(self._detect, texts)
 
     def _detect(self, texts: list[str]) -> list[str]:
-        return languages.detect([self.placeholders.without(text) for text in texts], self.target)
+        begins = [self.placeholders.without(text[: languages.MAX_CHARACTERS]) for text in texts]
+        return languages.detect(begins, self.target)
 
     async def texts(self, texts: list[tuple[str, str]]) -> list[str | RwkvBatchError]:
         """Translate texts, each with its language."""

@@ -148,8 +148,12 @@ def find(text: str) -> str | None:
 
 
 def has_letters(text: str) -> bool:
-    """Whether there is anything to translate: numbers of any kind, signs and emoji are not."""
-    return any(map(str.isalpha, text)) or SCRIPT_PATTERNS["pIqaD"].search(text) is not None  # in no standard, so no letters
+    """Whether there is anything to translate: numbers of any kind, signs and emoji are not.
+
+    The letters of pIqaD are in no standard, so nothing else calls them letters.
+    """
+    slices = (text[begin : begin + MAX_CHARACTERS] for begin in range(0, len(text), MAX_CHARACTERS))
+    return any(any(map(str.isalpha, part)) or SCRIPT_PATTERNS["pIqaD"].search(part) for part in slices)
 
 
 class Guess(NamedTuple):

@@ -3,7 +3,7 @@
 import re
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from rwkv_batch.errors import InvalidRequest
 
@@ -12,9 +12,11 @@ MIN_TOKENS = 32  # every translation may have so many
 STEP_TOKENS = 64  # limits are rounded up to a multiple, so that few different ones are in use
 ENTRY_BYTES = 400  # a remembered sentence beside its texts
 
-# A blank line with all white space around it. It begins behind a visible character, so that no run is tried at each place.
-_BLANK_LINES = re.compile(r"(?<=\S)[^\S\n]*+\n[^\S\n]*+\n\s*+")
-_NUMBERED = r"\{\{?\d{1,6}\}?\}|</?[A-Za-z]{1,16}\d{1,6}\s?/?>"
+SLICE = 65536  # characters searched at once: a search lets no other thread run
+
+_BLANK_LINES = re.compile(r"\n[^\S\n]*+\n\s*+")
+_NUMBERED = r"\{\{?\d{1,6}+\}\}?|</?[A-Za-z]{1,16}+\d{1,6}+\s?/?>"
+NUMBERED_LENGTH = 32  # characters, at most
 
 
 def split_paragraphs(text: str, max_parts: int | None = None, field: str = "text_list") -> list[str]:
@@ -27,7 +29,8 @@ def split_paragraphs(text: str, max_parts: int | None = None, field: str = "text
         return ["", text, ""] if text else [""]
     parts, begin = ["", text[:first]] if first else [], first
     for gap in _BLANK_LINES.finditer(text, first, last):
-        parts += [text[begin : gap.start()], gap[0]]
+        part = text[begin : gap.start()].rstrip()
+        parts += [part, text[begin + len(part) : gap.end()]]
         begin = gap.end()
         if max_parts is not None and len(parts) > max_parts:
             raise InvalidRequest(f"{field}: too many paragraphs", param=field)
@@ -53,22 +56,34 @@ class Placeholders:
     def __init__(self, texts: Sequence[str] = ()):
         self.key = tuple(sorted({text for text in texts if len(text.strip()) > 1}, key=len, reverse=True))
         self._pattern = re.compile("|".join([*map(re.escape, self.key), _NUMBERED]))
+        self._reach = max(NUMBERED_LENGTH, *map(len, self.key), 0)
 
     def found(self, text: str) -> Counter[str]:
         """How often each occurs."""
-        return Counter(self._pattern.findall(text))
+        return Counter(match[0] for match in self._matches(text))
 
     def cut(self, text: str) -> list[str]:
         """Text and placeholders in turn, text, maybe empty, at both ends."""
         parts, begin = [], 0
-        for match in self._pattern.finditer(text):
+        for match in self._matches(text):
             parts += [text[begin : match.start()], match[0]]
             begin = match.end()
         return [*parts, text[begin:]]
 
     def without(self, text: str) -> str:
         """The text between them."""
-        return self._pattern.sub(" ", text)
+        return " ".join(self.cut(text)[::2])
+
+    def _matches(self, text: str) -> Iterator[re.Match[str]]:
+        begin = 0
+        while begin < len(text):
+            end = begin + SLICE
+            for match in self._pattern.finditer(text, begin, end + self._reach):
+                if match.start() >= end:
+                    break
+                yield match
+                begin = match.end()
+            begin = max(begin, end)
 
 
 def token_limit(num_tokens: int, ratio: float, *, many: bool) -> int:

@@ -1,12 +1,16 @@
 """Paragraphs, placeholders and the memory of translated sentences."""
 
 import re
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rwkv_batch import translation
+from rwkv_batch.languages import has_letters
 from rwkv_batch.translation import Memory, Placeholders, split_paragraphs, token_limit
 
 
@@ -50,6 +54,38 @@ def test_placeholders():
     assert parts[1::2] == ["__NAME__", "<b0>", "%s", "</b0>", "{0}", "{12}", "{0}"]
     assert placeholders.without("{0}<b1>5</b1>").strip() == "5"
     assert Placeholders().found("{0} __NAME__") == {"{0}": 1}
+
+
+def test_placeholders_are_found_over_the_borders_of_what_is_searched_at_once(monkeypatch):
+    monkeypatch.setattr(translation, "SLICE", 7)
+    placeholders = Placeholders(["%a-name%", "aa"])
+    for text in ("{0}" * 20, "a" * 33, "x%a-name%" * 9, "{12}{{3}}<b4 ><c5/></d6>" * 5, "{1234567}{" * 8):
+        for start in range(9):
+            found = re.findall(r"%a-name%|aa|\{\{?\d{1,6}\}?\}|</?[A-Za-z]{1,16}\d{1,6}\s?/?>", text[start:])
+            assert placeholders.cut(text[start:])[1::2] == found
+            assert placeholders.found(text[start:]).total() == len(found)
+
+
+def test_no_search_of_a_long_text_holds_up_other_threads():
+    """What stands still here stands still in every stream of the process."""
+    longest, last, stop = 0.0, time.monotonic(), threading.Event()
+
+    def watch():
+        nonlocal longest, last
+        while not stop.wait(0.001):
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+
+    text = "{1" * 2**21
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch)
+        began = time.monotonic()
+        for look in (Placeholders().found, Placeholders().without, split_paragraphs, has_letters):
+            look(text)
+        took = time.monotonic() - began
+        stop.set()
+        watching.result()
+    assert longest < took / 8
 
 
 def test_marks_of_the_extensions_settings_are_no_placeholders():
