@@ -1,15 +1,20 @@
-"""The two vocabularies: known ids, slices equal to the whole, own matching equal to the Rust encoder, bytes for every id."""
+"""The two vocabularies: known ids, slices equal to the whole, both equal to other encoders, bytes for every id."""
 
+import subprocess
+import sys
+import threading
 import time
+from pathlib import Path
 
+import pyrwkv_tokenizer
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from models import tokenizer_for
+from models import ROOT, tokenizer_for
 
 from rwkv_batch import tokenizer as tokenizer_module
 from rwkv_batch.errors import CheckpointError, InvalidRequest
-from rwkv_batch.tokenizer import WORLD_ROWS, for_vocab
+from rwkv_batch.tokenizer import WORLD_FILE, WORLD_ROWS, Tokenizer, for_vocab
 
 WORLD, BYTE = tokenizer_for(WORLD_ROWS), tokenizer_for(256)
 SHA256 = "e6dee3d4e31b4d5c40ac99508ac6c701ceef4bed681bf2167ce9a908552bca89"  # the file RWKV World models were trained with
@@ -59,13 +64,9 @@ def test_world_table():
     assert None not in WORLD.token_bytes[:65530]
 
 
-def test_every_id_has_the_bytes_of_the_encoder():
-    """The table read here and the one inside the Rust encoder are the same: each whole-text token encodes to itself."""
+def test_every_id_is_what_its_bytes_encode_to():
     for token in range(1, 65530):
-        data = WORLD.token_bytes[token]
-        assert WORLD.encode_bytes(data) == [token]
-        if data.isascii():
-            assert WORLD.encode(data.decode()) == [token]
+        assert WORLD.encode_bytes(WORLD.token_bytes[token]) == [token]
 
 
 @pytest.mark.parametrize("tokenizer", [WORLD, BYTE])
@@ -75,30 +76,73 @@ def test_every_single_byte_has_a_token(tokenizer):
         assert tokenizer.token_bytes[token] == bytes([value])
 
 
-@given(text=texts, size=st.integers(140, 400))
-def test_slices_equal_the_whole(text, size):
+@pytest.fixture(scope="module")
+def other():
+    """The encoder that came with the vocabulary."""
+    return pyrwkv_tokenizer.WorldTokenizer(str(Path(pyrwkv_tokenizer.__file__).with_name(WORLD_FILE)))
+
+
+@given(text=texts, size=st.integers(256, 600))
+def test_slices_equal_the_whole(other, text, size):
     text = text * 3
-    whole = WORLD._encoder.encode(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer_module, "SLICE_BYTES", size)
-        assert WORLD.encode(text) == whole
+        assert WORLD.encode(text) == other.encode(text)
 
 
-@pytest.mark.parametrize("size", [3, 17, 130, 200])
+@pytest.mark.parametrize("size", [3, 17, 130, 300])
 @pytest.mark.parametrize("text", ["a" * 3000, "龘" * 700, "🎉" * 700, "\n" * 3000, " " * 3000 + "x", "人工智能。\n" * 200])
-def test_slices_of_texts_without_a_good_place_to_cut(text, size, monkeypatch):
+def test_slices_of_texts_without_a_good_place_to_cut(other, text, size, monkeypatch):
     """Slices shorter than the longest token can settle nothing and must grow instead of looping."""
-    whole = WORLD._encoder.encode(text)
     monkeypatch.setattr(tokenizer_module, "SLICE_BYTES", size)
-    assert WORLD.encode(text) == whole
+    assert WORLD.encode(text) == other.encode(text)
 
 
 @given(text=texts)
-def test_own_matching_equals_the_encoder_and_round_trips(text):
+def test_plain_matching_equals_the_automaton_and_round_trips(text):
     tokens = WORLD.encode(text)
-    assert WORLD.encode_bytes(text.encode()) == tokens
+    assert Tokenizer.encode_bytes(WORLD, text.encode()) == tokens
     assert WORLD.decode(tokens) == text
     assert 0 not in tokens
+
+
+@given(data=st.binary(max_size=200))
+def test_plain_matching_equals_the_automaton_for_any_bytes(data):
+    assert Tokenizer.encode_bytes(WORLD, data) == WORLD.encode_bytes(data)
+
+
+def test_a_long_text_lets_other_threads_run():
+    """Threads that wait for the interpreter's lock get it between two slices, not after a whole text."""
+    num_turns, done = 0, threading.Event()
+
+    def turn() -> None:
+        nonlocal num_turns
+        while not done.is_set():
+            num_turns += 1
+            time.sleep(0)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(100)
+    other = threading.Thread(target=turn)
+    try:
+        other.start()
+        WORLD.encode("many words " * 30_000)
+        seen = num_turns
+    finally:
+        sys.setswitchinterval(before)
+        done.set()
+        other.join()
+    assert seen > 20
+
+
+def test_the_tables_take_little_memory():
+    """Measured 33 MiB; each process has them."""
+    code = (
+        "import resource; from rwkv_batch import tokenizer; size = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
+        "before = size(); tokenizer.for_vocab(65536); print((size() - before) // 1024)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) < 80
 
 
 @given(data=st.binary(max_size=200))
