@@ -223,6 +223,20 @@ def test_large_bodies_are_refused_before_the_server_hears_of_them(proxy, backend
     assert "/large" not in backend.output
 
 
+def test_a_large_body_arrives_whole_and_is_asked_for(proxy):
+    """curl waits for 100 before it sends so much."""
+    text = "a" * 1_000_000
+    body = json.dumps({"text": text}).encode()
+    head, _, body = post(body, "/v1/tokens/count", "Expect: 100-continue\r\nConnection: close\r\n").partition(b"\r\n\r\n")
+    with proxy.open(head + b"\r\n\r\n") as connection:
+        connection.settimeout(60)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 100")
+        connection.sendall(body)
+        answer = read_all(connection)
+    assert status_of(answer) == 200
+    assert json.loads(answer.partition(b"\r\n\r\n")[2]) == {"tokens": len(text)}
+
+
 def test_large_heads_are_refused_before_the_server_hears_of_them(proxy, backend):
     answer = proxy.exchange(b"GET /wide HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * 60_000 + b"\r\n\r\n")
     assert 400 <= status_of(answer) < 500
