@@ -50,10 +50,10 @@ bench: $(VENV)/.ready-test
 	$(BIN)/python bench/cpu.py $(ARGS)
 
 kernels: $(VENV)/.ready-nvcc
-	$(BIN)/python -m rwkv_batch.kernels cuda sm_80 sm_90a sm_120
+	$(BIN)/python -m rwkv_batch.kernels.compiler cuda sm_80 sm_90a sm_120
 
 hip-check: $(VENV)/.ready
-	$(BIN)/python -m rwkv_batch.kernels hip gfx90a gfx1030
+	$(BIN)/python -m rwkv_batch.kernels.compiler hip gfx90a gfx1030
 
 clean:
 	rm -rf $(VENV)
@@ -75,7 +75,7 @@ $(VENV)/.ready: requirements.txt $(VENV)/constraints.txt
 
 # pip's nvcc, where there is no other.
 $(VENV)/.ready-nvcc: requirements-cuda.txt $(VENV)/.ready
-	@$(BIN)/python -c 'from rwkv_batch.kernels import find_nvcc; find_nvcc()' 2> /dev/null || { \
+	@$(BIN)/python -c 'from rwkv_batch.kernels.compiler import find_nvcc; find_nvcc()' 2> /dev/null || { \
 		grep -E '^nvidia-(cuda|nvvm)' requirements-cuda.txt > $(VENV)/nvcc.txt && $(PIP) -r $(VENV)/nvcc.txt; }
 	@touch $@
 

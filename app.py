@@ -546,9 +546,9 @@ def engine_main(control: Control, config: Config, folder: Path) -> int:
     server.start()
     try:
         if config.fake_engine is not None:
-            from rwkv_batch.fake_worker import build_worker
+            from rwkv_batch.engine.stub_worker import build_worker
         else:
-            from rwkv_batch.assembly import build_worker
+            from rwkv_batch.engine.build import build_worker
         worker = build_worker(config, server.deliver)
     except (UsageError, CheckpointError) as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)

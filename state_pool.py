@@ -42,6 +42,7 @@ from rwkv_batch.errors import (
     Unavailable,
     Unprocessable,
 )
+from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Request
 from rwkv_batch.session_db import Listed, Record, Replay, SessionDatabase, Turn
 from rwkv_batch.sessions import (
@@ -60,7 +61,6 @@ from rwkv_batch.sessions import (
     Status,
     Tier,
 )
-from rwkv_batch.state import Snapshot
 from rwkv_batch.state_file import MAX_FOREIGN_TOKENS, PIECE_BYTES, StateFile, Stored
 
 log = logging.getLogger("rwkv_batch.sessions")

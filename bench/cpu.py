@@ -25,11 +25,11 @@ import torch
 
 from bench.synth_checkpoint import synth
 from rwkv_batch import __version__
-from rwkv_batch import weights as weights_module
-from rwkv_batch.assembly import tune_cpu, usable_cpus
-from rwkv_batch.model import Model
-from rwkv_batch.reference import Rows
-from rwkv_batch.state import State
+from rwkv_batch.engine.build import tune_cpu, usable_cpus
+from rwkv_batch.model import weights as weights_module
+from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.model.state import State
 
 BATCHES = (1, 2, 4, 16, 64)
 PREFILL = 512

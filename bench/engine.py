@@ -26,10 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench.synth_checkpoint import SIZES, synth
-from rwkv_batch import __version__, assembly, kernels
-from rwkv_batch import weights as weights_module
+from rwkv_batch import __version__
 from rwkv_batch.config import Config
-from rwkv_batch.reference import Rows
+from rwkv_batch.engine import build
+from rwkv_batch.kernels import compiler
+from rwkv_batch.model import weights as weights_module
+from rwkv_batch.model.reference_ops import Rows
 from sampling.params import SamplingParams
 
 COPY_BYTES, FLOPS = 4.29e12, 758e12  # device copy and dense fp16 product, measured on an H200
@@ -75,8 +77,8 @@ class Bench:
         slots = max([*batches, *(count for count, _ in prefills)])
         tokens = max([count * length for count, length in prefills] + [slots])
         config = Config(ops="kernels", wkv_state=args.wkv_state)
-        self.engine = assembly.build_engine(
-            config, weights, slots, max_tokens=tokens, library=kernels.library(), graph_sizes=batches or [slots]
+        self.engine = build.build_engine(
+            config, weights, slots, max_tokens=tokens, library=compiler.library(), graph_sizes=batches or [slots]
         )
         self.model, self.state = self.engine.model, self.engine.state
         self.name = name
@@ -142,7 +144,7 @@ class Bench:
         content = json.loads(file.read_text()) if file.exists() else {}
         content[self.name] = {
             "date": date.today().isoformat(), "device": torch.cuda.get_device_name(0), "torch": torch.__version__,
-            "cuda": torch.version.cuda, "rwkv_batch": __version__, "kernels": kernels.Toolchain.cuda().digest("sm_90a"),
+            "cuda": torch.version.cuda, "rwkv_batch": __version__, "kernels": compiler.Toolchain.cuda().digest("sm_90a"),
             "wkv_state": self.args.wkv_state, "load_seconds": self.load_seconds,
             "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30, "rows": rows,
         }  # fmt: skip

@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from rwkv_batch import __version__
-from rwkv_batch.kernels import library
+from rwkv_batch.kernels.compiler import library
+from sampling.kernel import RapidSampler
 from sampling.params import SamplingParams
-from sampling.rapid import RapidSampler
 
 BATCHES = (1, 64, 320, 960)
 SETS = 8

@@ -35,16 +35,17 @@ import torch
 
 from bench.engine import Bench
 from bench.synth_checkpoint import SIZES
-from rwkv_batch import __version__, kernels
-from rwkv_batch.kernel_state import StateFill
-from rwkv_batch.launch import Launcher
+from rwkv_batch import __version__
+from rwkv_batch.kernels import compiler
+from rwkv_batch.kernels.launch import Launcher
+from rwkv_batch.kernels.state_fill import StateFill
+from rwkv_batch.model.state import Snapshot, State
+from rwkv_batch.model.weights import DTYPES, ModelShape
 from rwkv_batch.plan import Plan, Row
 from rwkv_batch.request import Request, Sequence
 from rwkv_batch.session_db import SessionDatabase
 from rwkv_batch.sessions import Answer, Delete, Fork, Session, Status
-from rwkv_batch.state import Snapshot, State
 from rwkv_batch.state_file import StateFile
-from rwkv_batch.weights import DTYPES, ModelShape
 from sampling.params import SamplingParams
 from state_pool import Lease, StatePool
 
@@ -99,7 +100,7 @@ class Sessions:
 
     def __init__(self, shape: ModelShape, device: torch.device, path: Path, *, slots: int = 1, wkv=torch.float16, **options):
         self.device = device
-        fill = StateFill(Launcher(kernels.library(device.index), device)) if device.type == "cuda" else None
+        fill = StateFill(Launcher(compiler.library(device.index), device)) if device.type == "cuda" else None
         self.state = State(shape, slots, shift_dtype=torch.float16, wkv_dtype=wkv, device=device, fill=fill)
         self.pool = StatePool(SessionDatabase(path), StateFile("bench", shape), device, **options)
         self.num_requests = 0

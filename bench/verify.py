@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from rwkv_batch import weights as weights_module
-from rwkv_batch.assembly import tune_cpu, usable_cpus, valid_ids
+from rwkv_batch.engine.build import tune_cpu, usable_cpus, valid_ids
 from rwkv_batch.errors import CheckpointError, RwkvBatchError
-from rwkv_batch.model import Model
-from rwkv_batch.reference import Rows
-from rwkv_batch.state import State
+from rwkv_batch.model import weights as weights_module
+from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.model.state import State
 from rwkv_batch.tokenizer import for_vocab
 
 PROMPTS = [

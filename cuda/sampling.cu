@@ -57,7 +57,7 @@ constexpr int NONE = 0x7fffffff;
 
 enum Way : int { GREEDY = 0, PLAIN = 1, JOINT = 2, SEQUENTIAL = 3, GUMBEL = 4, NOISE = 5, REDRAW = 6 };
 
-// Pointers are on the device; [S] by slot, [B] by row, U columns. Mirrored by sampling/rapid.py.
+// Pointers are on the device; [S] by slot, [B] by row, U columns. Mirrored by sampling/kernel.py.
 struct SampleArgs {
     const void* logits;  // [B, U], rows `stride` elements apart
     int64_t stride;

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from demo import data as text
-from demo import pack
+from rwkv_batch.model import packed_file
 
 LAYERS, WIDTH, HEAD = 8, 256, 64
 HEADS = WIDTH // HEAD
@@ -206,7 +206,7 @@ def new_weights(device: str, seed: int = 1) -> dict:
 
 def packed_weights(path: str, device: str) -> dict:
     """The weights of a packed file, with the kept rows only."""
-    weights, keep = pack.unpack(path), pack.kept_ids(path)
+    weights, keep = packed_file.unpack(path), packed_file.kept_ids(path)
     for name in ("emb.weight", "head.weight"):
         weights[name] = weights[name][keep]
     return {name: tensor.to(device).requires_grad_() for name, tensor in weights.items()}
@@ -502,13 +502,13 @@ class Run:
 
     def report(self, batches: dict) -> None:
         """Losses, samples and a packed file of the present weights."""
-        weights = pack.rounded(self.model.weights)
+        weights = packed_file.rounded(self.model.weights)
         for name, chosen in (("bf16", None), ("int8", weights)):
             self.log(f"held-out loss {name}: {json.dumps(self.losses(batches, chosen))}")
         self.log(f"exact translations: {self.translated(weights)}")
         self.samples(weights)
         path = os.path.join(self.args.out, "model.rwkv")
-        size = pack.pack(self.model.weights, self.encoder.keep, self.pieces, path + ".part")
+        size = packed_file.pack(self.model.weights, self.encoder.keep, self.pieces, path + ".part")
         os.replace(path + ".part", path)
         self.log(f"packed {size:,} bytes at step {self.step}")
 

@@ -5,11 +5,9 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
-import rwkv_batch
 from routes.reply import Call, Handler, Plain
+from rwkv_batch.shipped import folder
 
-PACKAGE = Path(rwkv_batch.__file__).parent
-FOLDERS = (PACKAGE.parent / "web", PACKAGE / "web")  # of a checkout; of an installed wheel
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -46,18 +44,18 @@ class File(NamedTuple):
     etag: str
 
 
-def read(folder: Path) -> dict[str, File]:
-    """All files of the page by their path below `folder`; none where it is not there."""
+def read(root: Path) -> dict[str, File]:
+    """All files of the page by their path below `root`; none where it is not there."""
     files = {}
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(root.rglob("*")):
         if path.is_file() and path.suffix in TYPES:
             data = path.read_bytes()
             etag = f'"{hashlib.sha256(data).hexdigest()[:20]}"'
-            files[path.relative_to(folder).as_posix()] = File(TYPES[path.suffix], data, gzip.compress(data, 9, mtime=0), etag)
+            files[path.relative_to(root).as_posix()] = File(TYPES[path.suffix], data, gzip.compress(data, 9, mtime=0), etag)
     return files
 
 
-FILES = next((files for folder in FOLDERS if (files := read(folder))), {})
+FILES = read(folder("web"))
 
 
 def is_asked_for(call: Call) -> bool:

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import torch
 
-from rwkv_batch.state import Snapshot
+from rwkv_batch.model.state import Snapshot
 
 
 class Copies:

@@ -18,8 +18,8 @@ import msgspec
 import torch
 
 from rwkv_batch.errors import Unprocessable
-from rwkv_batch.state import Snapshot
-from rwkv_batch.weights import HEAD_SIZE, ModelShape
+from rwkv_batch.model.state import Snapshot
+from rwkv_batch.model.weights import HEAD_SIZE, ModelShape
 
 MAGIC = b"rwkvstat"
 VERSION = 1

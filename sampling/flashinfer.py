@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sampling.base import Sampled
+from sampling.kernel import WAYS, RapidSampler
 from sampling.params import SamplingParams
-from sampling.rapid import WAYS, RapidSampler
 
 PLAIN = WAYS["plain"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from bench.synth_checkpoint import synth
-from rwkv_batch import weights
+from rwkv_batch.model import weights
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"  # material beside the repository; a test that wants it skips by name without it

@@ -1,6 +1,6 @@
 """RWKV-7 in float64 numpy, one token at a time, written from the equations; shares no code with the project.
 
-Slow and literal on purpose: it judges `rwkv_batch/reference.py`. Works on published tensors as numpy arrays.
+Slow and literal on purpose: it judges `rwkv_batch/model/reference_ops.py`. Works on published tensors as numpy arrays.
 """
 
 import numpy as np

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from rwkv_batch.kernels import library
+from rwkv_batch.kernels.compiler import library
+from sampling.kernel import RapidSampler
 from sampling.params import SamplingParams
-from sampling.rapid import RapidSampler
 
 CONTROLS = [
     {"temperature": 0},

@@ -6,16 +6,17 @@ import pytest
 import torch
 from models import TINY, random_weights
 
-from rwkv_batch import assembly, kernel_ops, selfcheck
-from rwkv_batch.assembly import MIB
 from rwkv_batch.config import COMPILE_MODE, Config, load
-from rwkv_batch.decode_graphs import buckets_for
+from rwkv_batch.engine import build
+from rwkv_batch.engine.build import MIB
+from rwkv_batch.engine.decode_graphs import buckets_for
 from rwkv_batch.errors import CheckpointError, UsageError
-from rwkv_batch.model import Model
-from rwkv_batch.reference import Rows
+from rwkv_batch.kernels import ops, self_check
+from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.model.state import State
+from rwkv_batch.model.weights import ModelShape
 from rwkv_batch.request import Request
-from rwkv_batch.state import State
-from rwkv_batch.weights import ModelShape
 from sampling.params import SamplingParams
 
 
@@ -34,72 +35,70 @@ def test_graph_sizes_take_every_number_of_rows(num_slots, share):
 
 def test_kernels_cannot_be_had_on_a_cpu():
     with pytest.raises(UsageError, match="GPUs only"):
-        assembly.find_kernels(Config(ops="kernels"), torch.device("cpu"))
-    assert assembly.find_kernels(Config(), torch.device("cpu")) is None
+        build.find_kernels(Config(ops="kernels"), torch.device("cpu"))
+    assert build.find_kernels(Config(), torch.device("cpu")) is None
 
 
 def test_cached_files_leave_room_in_a_container(tmp_path, monkeypatch):
     (tmp_path / "max").write_text(f"{300 * 2**20}\n")
     (tmp_path / "current").write_text(f"{290 * 2**20}\n")
-    monkeypatch.setattr(assembly, "CGROUPS", [(tmp_path, "max", "current", "inactive_file")])
-    assert assembly.free_memory(torch.device("cpu")) == 10 * 2**20
+    monkeypatch.setattr(build, "CGROUPS", [(tmp_path, "max", "current", "inactive_file")])
+    assert build.free_memory(torch.device("cpu")) == 10 * 2**20
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {200 * 2**20}\nactive_file 7\n")
-    assert assembly.free_memory(torch.device("cpu")) == 210 * 2**20
+    assert build.free_memory(torch.device("cpu")) == 210 * 2**20
 
 
 @pytest.mark.parametrize("buffers", [0, 10 * MIB])
 def test_a_number_of_slots_is_given_only_when_their_checkpoints_fit_too(buffers, monkeypatch):
     cpu, fp16 = torch.device("cpu"), torch.float16
     shape = ModelShape(2, 128, 512, 256, 32, 32, 32, 32)
-    sampling = assembly.sampling_bytes(Config(), shape) if buffers else 0
-    per_slot = 3 * assembly.slot_bytes(shape, fp16) + sampling
+    sampling = build.sampling_bytes(Config(), shape) if buffers else 0
+    per_slot = 3 * build.slot_bytes(shape, fp16) + sampling
     free = shape.count_bytes(fp16) + buffers + 100 * per_slot
-    monkeypatch.setattr(assembly, "free_memory", lambda device: free)
-    assert assembly.plan_memory(shape, fp16, cpu, 100, "tiny", fp16, buffers, sampling) == 100
+    monkeypatch.setattr(build, "free_memory", lambda device: free)
+    assert build.plan_memory(shape, fp16, cpu, 100, "tiny", fp16, buffers, sampling) == 100
     with pytest.raises(CheckpointError, match="101 slots"):
-        assembly.plan_memory(shape, fp16, cpu, 101, "tiny", fp16, buffers, sampling)
-    assert 1 < assembly.plan_memory(shape, fp16, cpu, 0, "tiny", fp16, buffers, sampling) < 100
+        build.plan_memory(shape, fp16, cpu, 101, "tiny", fp16, buffers, sampling)
+    assert 1 < build.plan_memory(shape, fp16, cpu, 0, "tiny", fp16, buffers, sampling) < 100
 
 
 @pytest.mark.parametrize(("slots", "spare"), [(1, 0), (7, 0), (8, 1), (32, 2), (80, 5), (96, 4), (100, 0), (101, 0)])
 def test_spare_slots_are_a_share_as_far_as_memory_goes(slots, spare, monkeypatch):
     cpu, fp16 = torch.device("cpu"), torch.float16
     shape = ModelShape(2, 128, 512, 256, 32, 32, 32, 32)
-    free = shape.count_bytes(fp16) + 100 * 3 * assembly.slot_bytes(shape, fp16)
-    monkeypatch.setattr(assembly, "free_memory", lambda device: free)
-    assert assembly.plan_spare(shape, fp16, cpu, slots, 1 / 16, fp16) == spare
-    assert assembly.plan_spare(shape, fp16, cpu, slots, 0, fp16) == 0
+    free = shape.count_bytes(fp16) + 100 * 3 * build.slot_bytes(shape, fp16)
+    monkeypatch.setattr(build, "free_memory", lambda device: free)
+    assert build.plan_spare(shape, fp16, cpu, slots, 1 / 16, fp16) == spare
+    assert build.plan_spare(shape, fp16, cpu, slots, 0, fp16) == 0
 
 
 def test_the_plan_counts_what_wide_states_and_long_biases_take():
     shape, fp16, fp32 = ModelShape(32, 4096, 16384, 65536, 128, 128, 96, 480), torch.float16, torch.float32
     one = 32 * (2 * 4096 * 4 + 64 * 64 * 64 * 4)  # bytes of a state
-    assert assembly.pool_bytes(Config(l1_sessions=5, prefix_cache_mib=7), shape, fp32) == 5 * one + 7 * MIB
-    assert assembly.pool_bytes(Config(l1_mib=100), shape, fp32) < assembly.pool_bytes(Config(), shape, fp16)
-    more = assembly.sampling_bytes(Config(max_logit_bias=65536), shape) - assembly.sampling_bytes(
-        Config(max_logit_bias=0), shape
-    )
+    assert build.pool_bytes(Config(l1_sessions=5, prefix_cache_mib=7), shape, fp32) == 5 * one + 7 * MIB
+    assert build.pool_bytes(Config(l1_mib=100), shape, fp32) < build.pool_bytes(Config(), shape, fp16)
+    more = build.sampling_bytes(Config(max_logit_bias=65536), shape) - build.sampling_bytes(Config(max_logit_bias=0), shape)
     assert more == 65536 * (8 + 4)
 
 
 def test_who_has_too_little_memory_is_told_which_flags_help(monkeypatch):
     shape, gpu = ModelShape(24, 2048, 8192, 65536, 96, 96, 64, 256), torch.device("cuda")
-    monkeypatch.setattr(assembly, "free_memory", lambda device: int(3.6 * 2**30))
+    monkeypatch.setattr(build, "free_memory", lambda device: int(3.6 * 2**30))
 
     def slots(budget: int, **settings) -> int:
         config = Config(**settings)
-        buffers = assembly.buffer_bytes(shape, budget) + assembly.pool_bytes(config, shape, torch.float16)
-        sampling = assembly.sampling_bytes(config, shape)
-        return assembly.plan_memory(shape, torch.float16, gpu, 0, "1.5b", torch.float16, buffers, sampling)
+        buffers = build.buffer_bytes(shape, budget) + build.pool_bytes(config, shape, torch.float16)
+        sampling = build.sampling_bytes(config, shape)
+        return build.plan_memory(shape, torch.float16, gpu, 0, "1.5b", torch.float16, buffers, sampling)
 
     with pytest.raises(CheckpointError) as refused:
-        slots(assembly.GPU_PREFILL)
+        slots(build.GPU_PREFILL)
     flags = re.findall(r"--[\w-]+", refused.value.message)
-    assert flags == list(assembly.LESS_MEMORY)
+    assert flags == list(build.LESS_MEMORY)
     assert set(flags) <= {f"--{name.replace('_', '-')}" for name in vars(Config())}
     assert slots(512, prefix_cache_mib=64, l1_sessions=2) >= 8
     with pytest.raises(CheckpointError) as refused:
-        assembly.plan_memory(shape, torch.float32, torch.device("cpu"), 0, "1.5b")
+        build.plan_memory(shape, torch.float32, torch.device("cpu"), 0, "1.5b")
     assert "--" not in refused.value.message, "nothing helps where the weights alone are too much"
 
 
@@ -112,7 +111,7 @@ def test_no_step_has_more_rows_or_pieces_than_a_grid_has_blocks():
 
 def test_a_cpu_feeds_prompts_in_smaller_parts_beside_rows_that_decode(tiny_checkpoint, tmp_path):
     """A step takes as long as it has tokens, and those who decode wait for it."""
-    worker = assembly.build_worker(
+    worker = build.build_worker(
         Config(model_path=str(tiny_checkpoint), device="cpu", slots=2, state_db=str(tmp_path / "db")), lambda batch: None
     )
     prompts = [[1] * 600, [2] * 600]
@@ -122,13 +121,13 @@ def test_a_cpu_feeds_prompts_in_smaller_parts_beside_rows_that_decode(tiny_check
         plans = [worker.scheduler.next_plan() for _ in range(12)]
         fed.append(max(sum(len(row.ids) for row in plan.rows) for plan in plans))
     worker.sessions.close()
-    assert fed == [assembly.CPU_PREFILL, assembly.CPU_BUSY_PREFILL]
+    assert fed == [build.CPU_PREFILL, build.CPU_BUSY_PREFILL]
     assert fed[1] <= fed[0] / 4
 
 
 def test_planes_are_put_back_in_order():
-    planes = torch.arange(6)[list(kernel_ops.PLANES)]
-    assert planes[selfcheck.ORDER].tolist() == list(range(6))
+    planes = torch.arange(6)[list(ops.PLANES)]
+    assert planes[self_check.ORDER].tolist() == list(range(6))
 
 
 def test_compile_has_a_default_mode():
@@ -140,11 +139,11 @@ def test_compile_has_a_default_mode():
 @pytest.mark.timeout(900)
 def test_compiled_ops_equal_the_plain_ones():
     with pytest.raises(UsageError, match="--compile fastest: must be one of"):
-        assembly.compiled_ops("fastest")
+        build.compiled_ops("fastest")
     weights = random_weights(TINY)
     results = []
-    for ops in (None, assembly.compiled_ops("default")):
-        model = Model(weights) if ops is None else Model(weights, ops, "compile")
+    for compiled in (None, build.compiled_ops("default")):
+        model = Model(weights) if compiled is None else Model(weights, compiled, "compile")
         state = State(weights.shape, 4)
         prompt = model.forward(torch.arange(5, 45), Rows([1], [40]), state)
         state.last_ids[:] = 7

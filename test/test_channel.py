@@ -12,8 +12,8 @@ import zmq
 
 from rwkv_batch import channel, sessions
 from rwkv_batch.channel import EngineClient, EngineServer, Ticket, error_of, failure
+from rwkv_batch.engine.stub_worker import FakeWorker
 from rwkv_batch.errors import EngineFailed, Overloaded, Unavailable
-from rwkv_batch.fake_worker import FakeWorker
 from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
 from sampling.params import SamplingParams
 

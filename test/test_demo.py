@@ -7,13 +7,13 @@ import pytest
 import torch
 from models import ROOT
 
-from demo.pack import kept_ids, unpack
-from rwkv_batch import weights
-from rwkv_batch.assembly import build_worker
 from rwkv_batch.config import Config, find_model
+from rwkv_batch.engine.build import build_worker
+from rwkv_batch.engine.engine_loop import Worker
 from rwkv_batch.errors import CheckpointError
+from rwkv_batch.model import weights
+from rwkv_batch.model.packed_file import kept_ids, unpack
 from rwkv_batch.request import Request
-from rwkv_batch.worker import Worker
 from sampling.params import SamplingParams
 
 PACKED = ROOT / "demo" / "model.rwkv"
@@ -139,8 +139,8 @@ def test_sampled_answers_end_with_a_sentence(worker, repeats, least):
 @pytest.mark.long
 def test_rates(worker, capsys):
     """The model's own pace at B = 1 and 32; on two quiet cores B = 1 decodes at more than 150 tokens/s."""
-    from rwkv_batch.reference import Rows
-    from rwkv_batch.state import State
+    from rwkv_batch.model.reference_ops import Rows
+    from rwkv_batch.model.state import State
 
     model = worker.engine.model
     best = {}

@@ -7,18 +7,20 @@ import torch
 from models import ROOT
 
 from bench.synth_checkpoint import synth
-from rwkv_batch import assembly, kernels, reference, selfcheck
-from rwkv_batch import weights as weights_module
 from rwkv_batch.config import Config
-from rwkv_batch.engine import Engine, Step
-from rwkv_batch.kernel_gemm import Gemm
-from rwkv_batch.launch import Launcher
-from rwkv_batch.model import Model
+from rwkv_batch.engine import build
+from rwkv_batch.engine.engine import Engine, Step
+from rwkv_batch.engine.prefill_graphs import TOKENS
+from rwkv_batch.kernels import compiler, self_check
+from rwkv_batch.kernels.gemm import Gemm
+from rwkv_batch.kernels.launch import Launcher
+from rwkv_batch.model import reference_ops
+from rwkv_batch.model import weights as weights_module
+from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.model.state import State
 from rwkv_batch.plan import Plan, Row
-from rwkv_batch.prefill_graphs import TOKENS
-from rwkv_batch.reference import Rows
 from rwkv_batch.request import Request, Sequence
-from rwkv_batch.state import State
 from sampling.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -53,8 +55,8 @@ def engine_of(name: str, slots: int, sizes: list[int] | None = None, wkv_state: 
         _engines.clear()  # one at a time is enough memory
         config = Config(ops="kernels", wkv_state=wkv_state)
         weights = load(name, torch.float16)
-        library = kernels.library()
-        _engines[key] = assembly.build_engine(config, weights, slots, max_tokens=max_tokens, library=library, graph_sizes=sizes)
+        library = compiler.library()
+        _engines[key] = build.build_engine(config, weights, slots, max_tokens=max_tokens, library=library, graph_sizes=sizes)
     return _engines[key]
 
 
@@ -205,8 +207,8 @@ def test_poisoned_row_fails_alone():
 def test_reference_ops_run_on_the_gpu():
     """What a machine without a compiler gets."""
     weights = load("320", torch.float16)
-    engine = assembly.build_engine(Config(ops="reference"), weights, 4, max_tokens=64)
-    assert engine.model.ops is reference
+    engine = build.build_engine(Config(ops="reference"), weights, 4, max_tokens=64)
+    assert engine.model.ops is reference_ops
     ids = start(engine, {0: [5, 6, 7], 1: [9]})
     kernel_ids = start(engine_of("320", 8, [8]), {0: [5, 6, 7], 1: [9]})
     assert ids == kernel_ids
@@ -313,11 +315,11 @@ def test_a_step_that_samples_nothing_is_waited_for():
 
 
 def test_the_start_check_finds_nothing_here():
-    assert selfcheck.failing(Launcher(kernels.library(), "cuda:0"), torch.float16) == []
+    assert self_check.failing(Launcher(compiler.library(), "cuda:0"), torch.float16) == []
 
 
 def test_the_start_check_tries_what_only_timing_chooses(monkeypatch):
-    launcher = Launcher(kernels.library(), "cuda:0")
+    launcher = Launcher(compiler.library(), "cuda:0")
     if not Gemm(launcher).available:
         pytest.skip("the launch that is spoilt runs on Hopper GPUs only")
     right = Gemm.inputs
@@ -328,4 +330,4 @@ def test_the_start_check_tries_what_only_timing_chooses(monkeypatch):
             args[3][plane, -1, -8:] = 1
 
         monkeypatch.setattr(Gemm, "inputs", wrong)
-        assert selfcheck.failing(launcher, torch.float16) == ["time_mix"]
+        assert self_check.failing(launcher, torch.float16) == ["time_mix"]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rwkv_batch.kernel_state import StateFill
-from rwkv_batch.state import Snapshot, State
-from rwkv_batch.weights import ModelShape
+from rwkv_batch.kernels.state_fill import StateFill
+from rwkv_batch.model.state import Snapshot, State
+from rwkv_batch.model.weights import ModelShape
 
 pytestmark = pytest.mark.gpu
 
@@ -20,8 +20,8 @@ def fill():
     """The kernel."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    from rwkv_batch.kernels import library
-    from rwkv_batch.launch import Launcher
+    from rwkv_batch.kernels.compiler import library
+    from rwkv_batch.kernels.launch import Launcher
 
     torch.manual_seed(1)
     return StateFill(Launcher(library(0), DEVICE))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rwkv_batch.kernel_gemm import Plan
+from rwkv_batch.kernels.gemm import Plan
 
 pytestmark = pytest.mark.gpu
 
@@ -13,9 +13,9 @@ def gemm():
     """The product; the test is skipped where there is none."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    from rwkv_batch.kernel_gemm import Gemm
-    from rwkv_batch.kernels import library
-    from rwkv_batch.launch import Launcher
+    from rwkv_batch.kernels.compiler import library
+    from rwkv_batch.kernels.gemm import Gemm
+    from rwkv_batch.kernels.launch import Launcher
 
     product = Gemm(Launcher(library(0), "cuda:0"))
     if not product.available:
@@ -92,7 +92,7 @@ def test_stacked(gemm, transposed):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_every_plan(gemm, transposed):
     """Any cut gives the same product."""
-    from rwkv_batch.kernel_gemm import TILES, Plan
+    from rwkv_batch.kernels.gemm import TILES, Plan
 
     torch.manual_seed(2)
     M, K, n = 448, 1088, 150

@@ -18,8 +18,8 @@ SUM_EPS = 2e-6  # of fp32 sums, relative to the sum of absolute values
 def launcher():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    from rwkv_batch.kernels import library
-    from rwkv_batch.launch import Launcher
+    from rwkv_batch.kernels.compiler import library
+    from rwkv_batch.kernels.launch import Launcher
 
     launcher = Launcher(library(0), "cuda:0")
     launcher.use_current_stream()
@@ -28,14 +28,14 @@ def launcher():
 
 @pytest.fixture(scope="module")
 def linear(launcher):
-    from rwkv_batch.kernel_linear import Linear
+    from rwkv_batch.kernels.linear import Linear
 
     return Linear(launcher)
 
 
 @pytest.fixture(scope="module")
 def gemm(launcher):
-    from rwkv_batch.kernel_gemm import Gemm
+    from rwkv_batch.kernels.gemm import Gemm
 
     product = Gemm(launcher)
     if not product.available:
@@ -109,7 +109,7 @@ class TestGemv:
 
 
 def random_pack(width, ranks, *, has_v=True, seed=5):
-    from rwkv_batch.kernel_linear import LowRank
+    from rwkv_batch.kernels.linear import LowRank
 
     ranks = tuple(r if has_v or i != 2 else 0 for i, r in enumerate(ranks))
     down = random(sum(ranks), width, scale=width**-0.5, seed=seed)
@@ -172,7 +172,7 @@ class TestLowRank:
     @pytest.mark.parametrize(("width", "has_v"), [(576, False), (1024, True)])
     def test_every_grouped_plan(self, linear, n, width, has_v):
         """All are right, and the order of a token's sums depends on `splits` alone."""
-        from rwkv_batch.kernel_linear import Plan
+        from rwkv_batch.kernels.linear import Plan
 
         if not linear.hopper:
             pytest.skip("needs a Hopper GPU")
@@ -192,8 +192,8 @@ class TestLowRank:
         assert_low_rank(mixed, pack, hidden, run_up(linear, hidden, pack))
 
     def test_plans_that_do_not_fit(self, linear):
-        from rwkv_batch.kernel_linear import Plan
-        from rwkv_batch.launch import KernelLaunchFailed
+        from rwkv_batch.kernels.launch import KernelLaunchFailed
+        from rwkv_batch.kernels.linear import Plan
 
         pack, mixed = random_pack(128, (32, 32, 32, 32)), random(6, 200, 128)
         for plan in (Plan(48), Plan(512), Plan(64, 3), Plan(64, 9), Plan(256, 2), Plan(64, 1, 4)):
@@ -238,7 +238,7 @@ class TestLowRank:
         assert whole or gemm.processors < 132  # of an H200; smaller GPUs have no room for the widest beside r, k and v
 
     def test_beside_a_product_does_not_fit(self, gemm):
-        from rwkv_batch.kernel_gemm import Plan
+        from rwkv_batch.kernels.gemm import Plan
 
         def run(n, width, ranks, plan):
             pack, matrix = random_pack(width, ranks), gemm.prepare(random(3, width, width))
@@ -260,7 +260,7 @@ class TestLowRank:
     @pytest.mark.parametrize("layer", [0, 1])
     @pytest.mark.parametrize("name", ["tiny", "wide ranks"])
     def test_pack_of_a_layer(self, linear, name, layer):
-        from rwkv_batch.kernel_linear import LowRank
+        from rwkv_batch.kernels.linear import LowRank
 
         weights = random_weights(SHAPES[name]).layers[layer]
         moved = {key: None if t is None else t.cuda() for key, t in vars(weights).items()}
@@ -276,7 +276,7 @@ class TestLowRank:
             torch.testing.assert_close(blend[0].float(), (layer.v0 + x_v @ layer.v1 @ layer.v2).sigmoid(), **close)
 
     def test_ranks_are_padded(self):
-        from rwkv_batch.kernel_linear import LowRank
+        from rwkv_batch.kernels.linear import LowRank
 
         pack = LowRank.pack(random_weights(SHAPES["one head"]).layers[0])  # ranks 8, 16, (8,) 24
         assert pack.ranks == (32, 32, 0, 32)
@@ -443,8 +443,8 @@ def test_relu_square(linear, shape):
 @pytest.mark.parametrize("n", [1, 4, 8, 16, 64, 320, 1024])
 def test_overlapping_launches_give_the_same(launcher, n):
     """A chain of dependent launches in a graph, that writes and rereads the same buffers, many times over."""
-    from rwkv_batch.kernel_gemm import Gemm
-    from rwkv_batch.kernel_linear import MAX_GEMV, MAX_SPARSE, Linear
+    from rwkv_batch.kernels.gemm import Gemm
+    from rwkv_batch.kernels.linear import MAX_GEMV, MAX_SPARSE, Linear
 
     width = 1024
     pack = random_pack(width, (64, 64, 32, 128))

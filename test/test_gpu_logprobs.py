@@ -6,13 +6,13 @@ import pytest
 import torch
 from test_gpu_engine import engine_of, load
 
-from rwkv_batch.engine import Engine
-from rwkv_batch.model import Model
+from rwkv_batch.engine.engine import Engine
+from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.model.state import State
 from rwkv_batch.plan import SCORED_TOKENS
-from rwkv_batch.reference import Rows
 from rwkv_batch.request import Request, TokenLogprob
 from rwkv_batch.scheduler import Scheduler
-from rwkv_batch.state import State
 from sampling.params import SamplingParams
 
 pytestmark = pytest.mark.gpu

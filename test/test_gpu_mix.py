@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import layer_norm
 
-from rwkv_batch import reference
+from rwkv_batch.model import reference_ops
 
 pytestmark = pytest.mark.gpu
 
@@ -22,9 +22,9 @@ def mix(request):
     """The kernels."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    from rwkv_batch.kernel_mix import Mix
-    from rwkv_batch.kernels import library
-    from rwkv_batch.launch import Launcher
+    from rwkv_batch.kernels.compiler import library
+    from rwkv_batch.kernels.launch import Launcher
+    from rwkv_batch.kernels.mix import Mix
 
     torch.manual_seed(1)
     launcher = Launcher(library(0), torch.device("cuda:0"))
@@ -33,7 +33,7 @@ def mix(request):
 
 
 def packed(slots, lengths):
-    from rwkv_batch.kernel_mix import PackedRows
+    from rwkv_batch.kernels.mix import PackedRows
 
     return PackedRows.of(slots, lengths, "cuda:0")
 
@@ -186,7 +186,7 @@ def test_add_norm(mix):
 
 
 def wkv_inputs(tokens, width, first_layer=False):
-    from rwkv_batch.kernel_mix import WkvInputs, WkvLayer
+    from rwkv_batch.kernels.mix import WkvInputs, WkvLayer
 
     inputs = WkvInputs(
         r=randn(tokens, width),
@@ -221,7 +221,7 @@ def wkv64(inputs, layer, state, slots, lengths):
     heads = (tokens, width // 64, 64)
     v = i.v if i.blend is None else torch.lerp(i.v, i.first_value, i.blend)
     first_value = v if i.blend is None else i.first_value
-    w = torch.exp(reference.LOG_DECAY_SCALE * i.u.sigmoid()).view(heads)
+    w = torch.exp(reference_ops.LOG_DECAY_SCALE * i.u.sigmoid()).view(heads)
     removal = (i.k * p.k_k).view(heads)
     removal = removal / removal.norm(dim=-1, keepdim=True).clamp_min(1e-12)
     k = (i.k * (1 - p.k_a + i.rate * p.k_a)).view(heads)
@@ -239,7 +239,7 @@ def wkv64(inputs, layer, state, slots, lengths):
         new = old * w[at, :, None] - removed * inserted[at, :, None] + v[at, :, :, None] * k[at, :, None]
         y[at] = (new * r[at, :, None]).sum(-1)
         s[live] = new
-    y = torch.group_norm(y.view(tokens, width), heads[1], p.norm_weight, p.norm_bias, reference.GROUP_NORM_EPS)
+    y = torch.group_norm(y.view(tokens, width), heads[1], p.norm_weight, p.norm_bias, reference_ops.GROUP_NORM_EPS)
     bonus = (r * p.r_k.view(heads[1:]) * k).sum(-1, keepdim=True)
     return (y.view(heads) + bonus * v).view(tokens, width) * i.gate, first_value, s
 

@@ -18,8 +18,8 @@ def rapid():
     """A constructor of kernel samplers."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    from rwkv_batch.kernels import library
-    from sampling.rapid import RapidSampler
+    from rwkv_batch.kernels.compiler import library
+    from sampling.kernel import RapidSampler
 
     lib = library(0)
 
@@ -89,7 +89,7 @@ def test_kept_set_and_boundary_weight(rapid, rule, dtype, monkeypatch):
     Rows that would be drawn until a draw is kept have no boundary to look at. Here the boundary is searched for instead, and
     what they draw otherwise is in the kept set too.
     """
-    from sampling.rapid import WAYS
+    from sampling.kernel import WAYS
 
     generator = torch.Generator().manual_seed(10 * len(rule) + dtype.itemsize + (dtype == torch.bfloat16))
     worst = 0.0
@@ -501,20 +501,20 @@ def test_long_bias(rapid):
 
 
 def test_the_check_passes_here_and_notices_a_wrong_kernel(rapid, monkeypatch):
-    from rwkv_batch.kernels import library
-    from sampling import choose
-    from sampling.rapid import WAYS
+    from rwkv_batch.kernels.compiler import library
+    from sampling import factory
+    from sampling.kernel import WAYS
 
-    assert choose.check("cuda:0", library(0)) == []
+    assert factory.check("cuda:0", library(0)) == []
     for way in ("joint", "redraw"):
         monkeypatch.setitem(WAYS, way, WAYS["plain"])
-    assert choose.check("cuda:0", library(0)) == [name for name in choose.CHECKED if name.startswith("joint")]
+    assert factory.check("cuda:0", library(0)) == [name for name in factory.CHECKED if name.startswith("joint")]
 
 
 def test_flashinfer_keeps_what_the_kernel_keeps():
     """Its filters and our draws give the kernel's ids but at boundaries, in a graph too; other rules are untouched."""
-    from rwkv_batch.kernels import library
-    from sampling import choose, flashinfer
+    from rwkv_batch.kernels.compiler import library
+    from sampling import factory, flashinfer
 
     if reason := flashinfer.missing():
         pytest.skip(reason)
@@ -527,7 +527,7 @@ def test_flashinfer_keeps_what_the_kernel_keeps():
     logits = [(torch.randn(num_rows, num_columns, generator=generator, device="cuda") * 3).half() for _ in range(steps)]
     ids = []
     for name in ("rapid", "flashinfer"):
-        sampler = choose.choose(name, num_rows, torch.arange(num_columns), "cuda:0", library(0))
+        sampler = factory.choose(name, num_rows, torch.arange(num_columns), "cuda:0", library(0))
         slots = start(sampler, params)
         static = logits[0].clone()
         sampler.launch(static, slots)

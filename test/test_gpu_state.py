@@ -10,17 +10,17 @@ from test_gpu_engine import engine_of
 from test_state_pool import ANSWER, Pool, same, take
 from test_worker import GREEDY, Harness
 
+from rwkv_batch.engine.engine_loop import Worker
 from rwkv_batch.errors import EngineFailed
+from rwkv_batch.model.state import Snapshot, State
+from rwkv_batch.model.weights import ModelShape
 from rwkv_batch.prefix_cache import PrefixCache
 from rwkv_batch.request import Request
 from rwkv_batch.scheduler import Scheduler
 from rwkv_batch.session_db import SessionDatabase
 from rwkv_batch.sessions import Session, Status
-from rwkv_batch.state import Snapshot, State
 from rwkv_batch.state_file import StateFile
 from rwkv_batch.tokenizer import ByteTokenizer
-from rwkv_batch.weights import ModelShape
-from rwkv_batch.worker import Worker
 from state_pool import StatePool
 
 pytestmark = pytest.mark.gpu

@@ -9,10 +9,10 @@ import torch
 from models import SHAPES, TINY, random_tensors, random_weights
 from oracle import Oracle
 
-from rwkv_batch import weights as weights_module
-from rwkv_batch.model import Model
-from rwkv_batch.reference import CHUNK, Rows, channel_mix
-from rwkv_batch.state import State
+from rwkv_batch.model import weights as weights_module
+from rwkv_batch.model.reference_ops import CHUNK, Rows, channel_mix
+from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.model.state import State
 
 TOLERANCE = 1e-4  # max abs error of a logit, fp32 against float64; worst seen 4e-6 (2026-11-21, CPU, three random shapes)
 

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from oracle import Oracle
 from test_worker import GREEDY, Harness
 
-from rwkv_batch import logprobs, plan
+from rwkv_batch import plan
+from rwkv_batch.engine import logprobs
 from rwkv_batch.plan import PromptQueue
 from rwkv_batch.request import Progress, Request, Sequence, TokenLogprob
 

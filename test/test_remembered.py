@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rwkv_batch import selfcheck
-from rwkv_batch.remembered import recall, remember
+from rwkv_batch.kernels import self_check
+from rwkv_batch.kernels.card_cache import recall, remember
 
 KIND = dict[str, list[str]]
 
@@ -57,11 +57,11 @@ def start(tmp_path, monkeypatch):
             raise start.outcome
         return start.outcome
 
-    monkeypatch.setattr(selfcheck, "_agrees", agrees)
-    monkeypatch.setattr(selfcheck, "_fills", lambda launcher, wkv_dtype: True)
-    monkeypatch.setattr(selfcheck, "check", lambda device, library: [])
+    monkeypatch.setattr(self_check, "_agrees", agrees)
+    monkeypatch.setattr(self_check, "_fills", lambda launcher, wkv_dtype: True)
+    monkeypatch.setattr(self_check, "check", lambda device, library: [])
     launcher = SimpleNamespace(device=torch.device("cpu"), library=None)
-    start = SimpleNamespace(outcome=True, calls=calls, file=file, run=lambda: selfcheck.failing(launcher, torch.float16, file))
+    start = SimpleNamespace(outcome=True, calls=calls, file=file, run=lambda: self_check.failing(launcher, torch.float16, file))
     return start
 
 

@@ -10,7 +10,7 @@ import torch
 
 from sampling import flashinfer
 from sampling.base import NEVER, Controls, Sampled
-from sampling.choose import choose
+from sampling.factory import choose
 from sampling.params import SamplingParams
 from sampling.philox import philox, uniform
 from sampling.reference import ReferenceSampler, best_columns, draw_plain, joint_cut, sequential_cut

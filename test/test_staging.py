@@ -5,16 +5,16 @@ import torch
 from models import TINY, random_weights
 from test_worker import GREEDY, Memory, tokenizer_for
 
-from rwkv_batch.decode_graphs import DecodeGraphs
-from rwkv_batch.engine import Engine, _Readback
-from rwkv_batch.model import Model
-from rwkv_batch.prefill_graphs import PrefillGraphs
+from rwkv_batch.engine.decode_graphs import DecodeGraphs
+from rwkv_batch.engine.engine import Engine, _Readback
+from rwkv_batch.engine.engine_loop import Worker
+from rwkv_batch.engine.prefill_graphs import PrefillGraphs
+from rwkv_batch.engine.staging import BUFFERS, Staging
+from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.model.state import State
 from rwkv_batch.request import Request
 from rwkv_batch.scheduler import Scheduler
 from rwkv_batch.sessions import Session
-from rwkv_batch.staging import BUFFERS, Staging
-from rwkv_batch.state import State
-from rwkv_batch.worker import Worker
 from sampling.reference import ReferenceSampler
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import TINY, random_weights
 
-from rwkv_batch.state import Snapshot, State
+from rwkv_batch.model.state import Snapshot, State
 
 
 def fill(slots, **parts):

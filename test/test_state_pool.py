@@ -31,12 +31,12 @@ from rwkv_batch.errors import (
     Unavailable,
     Unprocessable,
 )
+from rwkv_batch.model.state import Snapshot
+from rwkv_batch.model.weights import ModelShape
 from rwkv_batch.request import Request
 from rwkv_batch.session_db import SessionDatabase
 from rwkv_batch.sessions import Answer, Delete, Deleted, Export, Fork, Import, Kept, Rewind, Session, Status
-from rwkv_batch.state import Snapshot
 from rwkv_batch.state_file import StateFile, Stored
-from rwkv_batch.weights import ModelShape
 from sampling.params import SamplingParams
 from state_pool import StatePool
 

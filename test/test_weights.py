@@ -13,8 +13,8 @@ import torch
 from models import SHAPES, TINY, random_tensors
 from safetensors.torch import save_file
 
-from rwkv_batch import weights
 from rwkv_batch.errors import CheckpointError
+from rwkv_batch.model import weights
 
 
 def tensors_equal(a: weights.Weights, b: weights.Weights) -> bool:

@@ -10,15 +10,15 @@ import torch
 from models import TINY, random_weights, tokenizer_for
 from test_model import greedy, run
 
-from rwkv_batch.assembly import CHECKPOINTS
-from rwkv_batch.engine import Engine
+from rwkv_batch.engine.build import CHECKPOINTS
+from rwkv_batch.engine.engine import Engine
+from rwkv_batch.engine.engine_loop import Worker
 from rwkv_batch.errors import Overloaded, Unavailable
-from rwkv_batch.model import Model
+from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.model.state import Snapshot, State
 from rwkv_batch.request import Failure, Request
 from rwkv_batch.scheduler import Scheduler
 from rwkv_batch.sessions import Kept, Session
-from rwkv_batch.state import Snapshot, State
-from rwkv_batch.worker import Worker
 from sampling.params import SamplingParams
 from sampling.reference import ReferenceSampler
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import pytest
 
 from rwkv_batch import tokenizer
-from rwkv_batch.engine import Step, Token
+from rwkv_batch.engine.engine import Step, Token
+from rwkv_batch.engine.engine_loop import Worker
 from rwkv_batch.errors import Conflict
 from rwkv_batch.prefix_cache import PrefixCache
 from rwkv_batch.request import Failure, Request
 from rwkv_batch.scheduler import Scheduler
 from rwkv_batch.sessions import Kept, Session
-from rwkv_batch.worker import Worker
 from sampling.params import SamplingParams
 
 LETTERS = range(97, 109)

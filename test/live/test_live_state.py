@@ -27,10 +27,11 @@ from scripted_server import ANSWER, PASSWORD, answered, events, start, streamed
 from server_process import PATIENCE, ServerProcess, wait_until
 
 from routes import ROUTES
-from rwkv_batch import tokenizer, weights
-from rwkv_batch.model import Model
-from rwkv_batch.reference import Rows
-from rwkv_batch.state import State
+from rwkv_batch import tokenizer
+from rwkv_batch.model import weights
+from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.model.state import State
 from rwkv_batch.tokenizer import Tokenizer
 
 STATE, MULTI = "/state/chat/completions", "/multi_state/chat/completions"

@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from demo.pack import unpack
 from rwkv_batch.config import model_files
 from rwkv_batch.errors import CheckpointError
+from rwkv_batch.model.packed_file import unpack
 
 HEAD_SIZE = 64
 SPLIT = 512  # rows of a table that are worked on at a time: what they need beside is not worth the memory of a whole table

@@ -62,7 +62,7 @@ class RapidSampler:
         num_slots: S
         ids: [U] int64, strictly increasing; column j of the logits is token ids[j]
         device: a CUDA or ROCm device
-        library: the built kernels, see `rwkv_batch.kernels.library`
+        library: the built kernels, see `rwkv_batch.kernels.compiler.library`
         allowed: [U] bool, columns that may be sampled; None = all
         last_ids: [S] int64 on the device, written beside the result: a step's input; or None
         max_bias: entries of a row's logit bias, at most; ValueError from `start_many` for more

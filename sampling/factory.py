@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sampling import flashinfer
 from sampling.base import Sampler
+from sampling.kernel import RapidSampler
 from sampling.params import SamplingParams
-from sampling.rapid import RapidSampler
 from sampling.reference import ReferenceSampler
 
 log = logging.getLogger("rwkv_batch.engine")

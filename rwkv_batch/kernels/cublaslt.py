@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels import cache_folder
-from rwkv_batch.launch import Launcher, pointer
-from rwkv_batch.remembered import recall, remember
+from rwkv_batch.kernels.card_cache import recall, remember
+from rwkv_batch.kernels.compiler import cache_folder
+from rwkv_batch.kernels.launch import Launcher, pointer
 
 log = logging.getLogger("rwkv_batch.engine")
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from rwkv_batch.weights import HEAD_SIZE, Layer, Weights
+from rwkv_batch.model.weights import HEAD_SIZE, Layer, Weights
 
 CHUNK = 32  # tokens a chunk; decays of half a chunk stay above e^-9.7, so both factors of a decay ratio fit into fp32
 LOG_DECAY_SCALE = -0.6065306597126334  # -exp(-0.5): log decay = LOG_DECAY_SCALE * sigmoid(.)

@@ -7,16 +7,16 @@ from types import ModuleType
 
 import torch
 
-from rwkv_batch import reference
-from rwkv_batch.reference import Rows
-from rwkv_batch.state import State
-from rwkv_batch.weights import Weights
+from rwkv_batch.model import reference_ops
+from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.state import State
+from rwkv_batch.model.weights import Weights
 
 
 class Model:
     """Weights and the ops that run them. `ops` is `reference`, or anything with the same names, such as `KernelOps`."""
 
-    def __init__(self, weights: Weights, ops: ModuleType = reference, ops_name: str = "reference"):
+    def __init__(self, weights: Weights, ops: ModuleType = reference_ops, ops_name: str = "reference"):
         self.weights = weights
         self.ops = ops
         self.ops_name = ops_name

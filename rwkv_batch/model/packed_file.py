@@ -1,7 +1,7 @@
 """The packed weights of the demo model: one small file without pickle, read and checked in well under a second.
 
-    python -m demo.pack unpack demo/model.rwkv out.pth     write a checkpoint that any RWKV-7 program loads
-    python -m demo.pack info demo/model.rwkv               print what the file holds
+    python -m rwkv_batch.model.packed_file unpack demo/model.rwkv out.pth     write a checkpoint that any RWKV-7 program loads
+    python -m rwkv_batch.model.packed_file info demo/model.rwkv               print what the file holds
 
 Layout: the magic, the header's length (4 bytes, little endian), the header (JSON), the body. The header lists the
 arrays of the body in order as [name, kind, shape] and holds the body's SHA-256. Kinds:

@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rwkv_batch import reference
-from rwkv_batch.kernel_ops import PLANES, KernelOps
-from rwkv_batch.kernel_state import StateFill
-from rwkv_batch.launch import Launcher
-from rwkv_batch.model import Model
-from rwkv_batch.reference import Rows
-from rwkv_batch.remembered import recall, remember
-from rwkv_batch.state import State
-from rwkv_batch.weights import HEAD_SIZE, Layer, ModelShape, Weights
-from sampling.choose import check
+from rwkv_batch.kernels.card_cache import recall, remember
+from rwkv_batch.kernels.launch import Launcher
+from rwkv_batch.kernels.ops import PLANES, KernelOps
+from rwkv_batch.kernels.state_fill import StateFill
+from rwkv_batch.model import reference_ops
+from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.model.state import State
+from rwkv_batch.model.weights import HEAD_SIZE, Layer, ModelShape, Weights
+from sampling.factory import check
 
 log = logging.getLogger("rwkv_batch.engine")
 
@@ -45,28 +45,28 @@ class PartlyReferenceOps(KernelOps):
 
     def embed(self, embedding, tokens, rows, last_ids):
         x = super().embed(embedding, tokens, rows, last_ids)
-        return x.copy_(reference.embed(embedding, tokens, rows, last_ids)) if "embed" in self.replaced else x
+        return x.copy_(reference_ops.embed(embedding, tokens, rows, last_ids)) if "embed" in self.replaced else x
 
     def add_norm_mix(self, x, y, weight, bias, mix, shift, rows):
         if "add_norm_mix" not in self.replaced:
             return super().add_norm_mix(x, y, weight, bias, mix, shift, rows)
-        added, mixed = reference.add_norm_mix(x, y, weight, bias, mix, shift, rows)
+        added, mixed = reference_ops.add_norm_mix(x, y, weight, bias, mix, shift, rows)
         return x.copy_(added), mixed[list(PLANES[: len(mixed)])].half()
 
     def time_mix(self, mixed, layer, wkv_state, rows, first_value):
         if "time_mix" not in self.replaced:
             return super().time_mix(mixed, layer, wkv_state, rows, first_value)
         first = None if first_value is None else first_value.float()
-        y, first = reference.time_mix(mixed[ORDER].float(), layer, wkv_state, rows, first)
+        y, first = reference_ops.time_mix(mixed[ORDER].float(), layer, wkv_state, rows, first)
         return y.half(), self._now.first_value.copy_(first)
 
     def channel_mix(self, mixed, layer):
         if "channel_mix" not in self.replaced:
             return super().channel_mix(mixed, layer)
-        return reference.channel_mix(mixed.float(), layer).half()
+        return reference_ops.channel_mix(mixed.float(), layer).half()
 
     def logits(self, x, y, weights, index):
-        return reference.logits(x, y, weights, index) if "logits" in self.replaced else super().logits(x, y, weights, index)
+        return reference_ops.logits(x, y, weights, index) if "logits" in self.replaced else super().logits(x, y, weights, index)
 
 
 def failing(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None) -> list[str]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rwkv_batch.kernel_state import StateFill
-from rwkv_batch.weights import HEAD_SIZE, ModelShape
+from rwkv_batch.kernels.state_fill import StateFill
+from rwkv_batch.model.weights import HEAD_SIZE, ModelShape
 
 
 @dataclass(frozen=True, eq=False)

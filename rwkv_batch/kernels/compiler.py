@@ -3,8 +3,8 @@
 Plain sources with a C ABI: no torch headers, so nvcc or hipcc compiles them in seconds, also on a machine without a GPU. The
 library is cached under a hash of sources, flags and compiler; two processes that start together build once.
 
-    python -m rwkv_batch.kernels cuda sm_80 sm_90a sm_120     compile for these architectures, to check the sources
-    python -m rwkv_batch.kernels hip gfx90a gfx1030
+    python -m rwkv_batch.kernels.compiler cuda sm_80 sm_90a sm_120     compile for these architectures, to check the sources
+    python -m rwkv_batch.kernels.compiler hip gfx90a gfx1030
 """
 
 import ctypes
@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rwkv_batch.errors import RwkvBatchError
+from rwkv_batch.shipped import folder
 
 log = logging.getLogger("rwkv_batch.engine")
 
-ROOT = Path(__file__).resolve().parent.parent
 CACHE_VARIABLE = "RWKV_BATCH_KERNEL_CACHE"  # folder of built libraries; default: rwkv_batch in the user's cache folder
 INSTALL_CUDA = "install the CUDA toolkit, or: pip install -r requirements-cuda.txt"
 
@@ -48,7 +48,7 @@ class Toolchain:
     @classmethod
     def cuda(cls) -> "Toolchain":
         """nvcc from PATH, CUDA_HOME or pip's nvidia-cuda-nvcc; KernelError when there is none."""
-        return cls("cuda", find_nvcc(), ROOT / "cuda", ".cu", ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden"))
+        return cls("cuda", find_nvcc(), folder("cuda"), ".cu", ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden"))
 
     @classmethod
     def hip(cls) -> "Toolchain":
@@ -56,7 +56,7 @@ class Toolchain:
         compiler = shutil.which("hipcc") or _existing(Path(os.environ.get("ROCM_PATH", "/opt/rocm")) / "bin" / "hipcc")
         if compiler is None:
             raise KernelError("no hipcc found on PATH or in ROCM_PATH: install ROCm's compiler (Debian: apt install hipcc)")
-        return cls("hip", compiler, ROOT / "hip", ".hip", ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden"))
+        return cls("hip", compiler, folder("hip"), ".hip", ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden"))
 
     def arch_flags(self, arch: str) -> tuple[str, ...]:
         """Flags for one architecture, such as sm_90a or gfx90a."""
@@ -79,7 +79,7 @@ class Toolchain:
         version = subprocess.run([self.compiler, "--version"], capture_output=True, text=True, env=_environment(self))
         for part in (self.name, arch, *self.flags, version.stdout):
             digest.update(part.encode() + b"\0")
-        for file in sorted([*(ROOT / "cuda").iterdir(), *(ROOT / "hip").iterdir()]):
+        for file in sorted([*folder("cuda").iterdir(), *folder("hip").iterdir()]):
             if file.is_file():
                 digest.update(file.name.encode() + b"\0" + file.read_bytes())
         return digest.hexdigest()[:16]

@@ -14,32 +14,33 @@ from types import SimpleNamespace
 
 import torch
 
-from rwkv_batch import kernels, reference, selfcheck
-from rwkv_batch import weights as weights_module
 from rwkv_batch.channel import EngineInfo
 from rwkv_batch.config import COMPILE_MODE, MAX_SLOTS, Config, find_model
-from rwkv_batch.decode_graphs import DecodeGraphs, buckets_for
-from rwkv_batch.engine import Engine
+from rwkv_batch.engine.decode_graphs import DecodeGraphs, buckets_for
+from rwkv_batch.engine.engine import Engine
+from rwkv_batch.engine.engine_loop import Worker
+from rwkv_batch.engine.prefill_graphs import PrefillGraphs
 from rwkv_batch.errors import CheckpointError, UsageError
-from rwkv_batch.kernel_ops import IN_PLACE_ROWS, KernelOps
-from rwkv_batch.kernel_state import StateFill
-from rwkv_batch.kernels import KernelError
-from rwkv_batch.launch import Launcher
-from rwkv_batch.model import Model
+from rwkv_batch.kernels import compiler, self_check
+from rwkv_batch.kernels.compiler import KernelError
+from rwkv_batch.kernels.launch import Launcher
+from rwkv_batch.kernels.ops import IN_PLACE_ROWS, KernelOps
+from rwkv_batch.kernels.state_fill import StateFill
+from rwkv_batch.model import reference_ops
+from rwkv_batch.model import weights as weights_module
+from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.model.state import State
+from rwkv_batch.model.weights import DTYPES, HEAD_SIZE, ModelShape
 from rwkv_batch.plan import SCORED_TOKENS
-from rwkv_batch.prefill_graphs import PrefillGraphs
 from rwkv_batch.prefix_cache import PrefixCache
-from rwkv_batch.reference import Rows
 from rwkv_batch.request import Failure, Progress
 from rwkv_batch.scheduler import Scheduler
 from rwkv_batch.session_db import SessionDatabase
-from rwkv_batch.state import State
 from rwkv_batch.state_file import StateFile
 from rwkv_batch.tokenizer import Tokenizer, for_vocab
-from rwkv_batch.weights import DTYPES, HEAD_SIZE, ModelShape
-from rwkv_batch.worker import Worker
-from sampling.choose import choose
-from sampling.rapid import RapidSampler
+from sampling.factory import choose
+from sampling.kernel import RapidSampler
 from state_pool import StatePool
 
 log = logging.getLogger("rwkv_batch.engine")
@@ -154,7 +155,7 @@ def find_kernels(config: Config, device: torch.device) -> ctypes.CDLL | None:
     try:
         if torch.version.hip:
             raise KernelError("the HIP kernels are not complete yet")
-        return kernels.library(device.index or 0)
+        return compiler.library(device.index or 0)
     except KernelError as error:
         if config.ops == "kernels":
             raise UsageError(f"--ops kernels: {error.message}", param="ops") from None
@@ -196,18 +197,18 @@ def build_engine(
     if library is None:
         state = State(weights.shape, num_slots, wkv_dtype=wkv_dtype, device=device)
         mode = config.compile or (COMPILE_MODE if config.ops == "compile" else None)
-        ops = compiled_ops(mode) if mode else reference
+        ops = compiled_ops(mode) if mode else reference_ops
         sampler = choose(config.sampler, num_slots, weights.output_ids, device)
         return Engine(Model(weights, ops, "compile" if mode else "reference"), sampler, state)
     launcher = Launcher(library, device)
     limits = {"max_tokens": max(max_tokens, num_slots), "max_rows": num_slots + SCORED_TOKENS}
-    failing = selfcheck.failing(launcher, wkv_dtype, Path(library._name).with_suffix(".json"))
+    failing = self_check.failing(launcher, wkv_dtype, Path(library._name).with_suffix(".json"))
     if failing and config.ops == "kernels":
         raise UsageError(f"--ops kernels: wrong results on this card from {', '.join(failing)}", param="ops")
-    fill = None if selfcheck.FILL in failing else StateFill(launcher)
+    fill = None if self_check.FILL in failing else StateFill(launcher)
     state = State(weights.shape, num_slots, shift_dtype=torch.float16, wkv_dtype=wkv_dtype, device=device, fill=fill)
     sampler = choose(
-        "reference" if selfcheck.SAMPLER in failing else config.sampler,
+        "reference" if self_check.SAMPLER in failing else config.sampler,
         num_slots,
         weights.output_ids,
         device,
@@ -216,7 +217,7 @@ def build_engine(
         max_bias=config.max_logit_bias,
     )
     if failing or not isinstance(sampler, RapidSampler):  # what runs in plain torch cannot be captured
-        ops = selfcheck.PartlyReferenceOps(weights, launcher, frozenset(failing), **limits)
+        ops = self_check.PartlyReferenceOps(weights, launcher, frozenset(failing), **limits)
         return Engine(Model(weights, ops, " but ".join(["kernels", *failing])), sampler, state)
     ops = KernelOps(weights, launcher, **limits)
     sizes = graph_sizes or ([num_slots] if config.batch_invariant else buckets_for(num_slots, num_spare))
@@ -245,7 +246,7 @@ def compiled_ops(mode: str) -> SimpleNamespace:
         raise UsageError(f"--compile {mode}: must be one of {', '.join(known)}", param="compile")
     log.info("operations through torch.compile (%s): the first steps of every shape are slow", mode)
     names = ("embed", "add_norm_mix", "time_mix", "channel_mix", "logits")
-    return SimpleNamespace(**{name: torch.compile(getattr(reference, name), mode=mode) for name in names})
+    return SimpleNamespace(**{name: torch.compile(getattr(reference_ops, name), mode=mode) for name in names})
 
 
 def choose_device(wanted: str) -> torch.device:

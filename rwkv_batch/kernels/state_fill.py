@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rwkv_batch.launch import INT, POINTER, Launcher, check, pointer
+from rwkv_batch.kernels.launch import INT, POINTER, Launcher, check, pointer
 
 
 class StateFill:

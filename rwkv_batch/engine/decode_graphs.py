@@ -11,12 +11,12 @@ import time
 import torch
 from torch import Tensor
 
-from rwkv_batch.model import Model
-from rwkv_batch.reference import Rows
-from rwkv_batch.staging import Staging
-from rwkv_batch.state import State
+from rwkv_batch.engine.staging import Staging
+from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.model.state import State
 from sampling.base import Sampled
-from sampling.rapid import RapidSampler
+from sampling.kernel import RapidSampler
 
 log = logging.getLogger("rwkv_batch.engine")
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_batch.launch import INT, POINTER, Launcher, check, pointer
-from rwkv_batch.weights import Layer
+from rwkv_batch.kernels.launch import INT, POINTER, Launcher, check, pointer
+from rwkv_batch.model.weights import Layer
 
 HALF = torch.float16
 MAX_GEMV = 16  # tokens

@@ -16,16 +16,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernel_gemm import Down, Gemm, Matrix, Plan
-from rwkv_batch.kernel_linear import MARKS, MAX_GEMV, MAX_SPARSE, SMALL_UP, Linear, LowRank, spare_plans
-from rwkv_batch.kernel_linear import Plan as LowRankPlan
-from rwkv_batch.kernel_mix import Mix, PackedRows, WkvInputs, WkvLayer
-from rwkv_batch.kernels import cache_folder
-from rwkv_batch.launch import Launcher
-from rwkv_batch.matmul import MatMul
-from rwkv_batch.reference import Rows
-from rwkv_batch.remembered import recall, remember
-from rwkv_batch.weights import Layer, Weights
+from rwkv_batch.kernels.card_cache import recall, remember
+from rwkv_batch.kernels.compiler import cache_folder
+from rwkv_batch.kernels.cublaslt import MatMul
+from rwkv_batch.kernels.gemm import Down, Gemm, Matrix, Plan
+from rwkv_batch.kernels.launch import Launcher
+from rwkv_batch.kernels.linear import MARKS, MAX_GEMV, MAX_SPARSE, SMALL_UP, Linear, LowRank, spare_plans
+from rwkv_batch.kernels.linear import Plan as LowRankPlan
+from rwkv_batch.kernels.mix import Mix, PackedRows, WkvInputs, WkvLayer
+from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.weights import Layer, Weights
 
 log = logging.getLogger("rwkv_batch.engine")
 

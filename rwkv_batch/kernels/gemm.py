@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernel_linear import LowRank
-from rwkv_batch.launch import INT, POINTER, Launcher, check, pointer
+from rwkv_batch.kernels.launch import INT, POINTER, Launcher, check, pointer
+from rwkv_batch.kernels.linear import LowRank
 
 BK = 64  # k of a stage; sizes must be multiples of 64
 TILES = {64: (8, 16, 32, 64, 128), 128: (8, 16, 32, 64, 128, 160, 256)}  # weight rows of a tile: rows of x of a tile

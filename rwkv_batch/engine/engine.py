@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import torch
 
-from rwkv_batch import logprobs
-from rwkv_batch.decode_graphs import DecodeGraphs
+from rwkv_batch.engine import logprobs
+from rwkv_batch.engine.decode_graphs import DecodeGraphs
+from rwkv_batch.engine.logprobs import Scoring, is_scored
+from rwkv_batch.engine.prefill_graphs import PrefillGraphs
 from rwkv_batch.errors import Unavailable
-from rwkv_batch.logprobs import Scoring, is_scored
-from rwkv_batch.model import Model
+from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.model.state import Snapshot, State
 from rwkv_batch.plan import Plan, Row
-from rwkv_batch.prefill_graphs import PrefillGraphs
-from rwkv_batch.reference import Rows
 from rwkv_batch.request import Sequence, TokenLogprob
-from rwkv_batch.state import Snapshot, State
 from sampling.base import Sampled, Sampler
 from sampling.reference import report_logprobs
 

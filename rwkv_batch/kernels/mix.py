@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rwkv_batch.launch import INT, POINTER, Launcher, check, pointer
-from rwkv_batch.weights import HEAD_SIZE
+from rwkv_batch.kernels.launch import INT, POINTER, Launcher, check, pointer
+from rwkv_batch.model.weights import HEAD_SIZE
 
 COLUMNS_OF_WARP = 256
 MAX_WIDTH = 4096

@@ -1,0 +1,1 @@
+"""Our kernels behind the names of the reference operations."""

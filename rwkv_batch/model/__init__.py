@@ -1,0 +1,1 @@
+"""RWKV-7: the forward pass, its reference operations, states, weights and their files."""
