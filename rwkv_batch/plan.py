@@ -81,8 +81,8 @@ class PromptQueue:
     Requests take turns. A turn is up to a quarter of what the plan may feed, spent on the request's sequences in order: short
     prompts are fed whole in the order they came, and a long one goes on after everybody else had a turn. Turns are taken until
     the plan is full, so a request alone gets all of it. Prompts that are scored share a smaller budget and do not hold up the
-    others. A sequence with a cut is fed up to it and goes on in the next plan before its request's others, and before other
-    requests as far as the turn that ended at the cut goes.
+    others. A sequence with a cut is fed up to it and goes on in the next plan, before its request's others. A turn that ended
+    there, or because the plan was full, goes on in the next plan too, before all others.
     """
 
     def __init__(self, budget: int, may_begin: Callable[[Sequence], bool] = lambda sequence: True):
@@ -95,7 +95,7 @@ class PromptQueue:
         self._may_begin = may_begin
         self._piece = min(PIECE, budget)
         self._requests: OrderedDict[str, deque[Sequence]] = OrderedDict()  # the next to have its turn is first
-        self._rests: dict[str, int] = {}  # tokens left of turns that ended at a cut
+        self._rests: dict[str, int] = {}  # tokens left of turns that ended with the plan or at a cut
 
     def __bool__(self) -> bool:
         return bool(self._requests)
@@ -133,15 +133,17 @@ class PromptQueue:
             rest = min(self._rests.pop(request_id, turn), turn)
             num_paused = len(paused)
             spent = self._take_turn(sequences, min(rest, left, scored_left if scored else left), fed_before, paused)
-            if (len(paused) > num_paused or (sequences and not spent)) and rest - spent >= self._piece:
+            goes_on = rest - spent >= self._piece and (bool(sequences) or len(paused) > num_paused)
+            if goes_on:
                 self._rests[request_id] = rest - spent
             if scored and not spent and left >= self._piece:
                 passed_over.append((request_id, sequences))
                 continue
             if sequences:
                 self._requests[request_id] = sequences
-                if not spent:
+                if goes_on:
                     self._requests.move_to_end(request_id, last=False)
+                if not spent:
                     break
             left -= spent
             scored_left -= spent if scored else 0
