@@ -550,12 +550,16 @@ class Soak:
         span[1] = time.monotonic() + 1
 
     async def all_answer(self) -> bool:
-        """Whether several new connections, spread over the HTTP processes, find the server ready."""
-        answers = [await self.exchange("/readyz") for _ in range(12)]
-        if not all(answer.ok for answer in answers):
-            return False
-        body = {**FULL, "contents": [prompt(0)], "max_tokens": 1}
-        return all([(await self.exchange("/v1/chat/completions", body)).ok for _ in range(4)])
+        """Whether every HTTP process says that the engine is ready, and rows come; connections are spread by chance."""
+        missing = set(children(self.args.supervisor_pid, "http"))
+        for _ in range(20 * len(missing)):
+            exchange = await self.exchange("/stats")
+            if not exchange.ok or exchange.document["engine"]["phase"] != "ready":
+                return False
+            missing.discard(exchange.document["http"]["pid"])
+            if not missing:
+                return (await self.exchange("/v1/chat/completions", raw([0], max_tokens=1))).ok
+        return False
 
     async def look_at_processes(self) -> dict[str, Any]:
         """Threads, descriptors and MiB of the server's processes, once it is idle."""
