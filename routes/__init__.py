@@ -50,6 +50,8 @@ def openai_routes(base: str) -> list[Route]:
 
 ROUTES = [
     Route("POST", "/v1/chat/completions", chat.completions, form="chat"),
+    Route("POST", "/chat/completions", chat.completions, form="chat"),  # as RWKV-Infer and RWKV-Runner have it
+    Route("POST", "/completions", openai.completions, form="openai"),
     Route("POST", "/openai/v1/chat/completions", openai.chat_completions, form="openai"),
     *openai_routes("/v1"),
     *openai_routes("/openai/v1"),
@@ -74,6 +76,7 @@ ROUTES = [
     Route("GET", "/v1/server/status", admin.server_status, access="admin"),
     Route("POST", "/v1/server/stop", admin.server_stop, access="admin", may_be_empty=True),
     Route("GET", "/healthz", admin.healthz, access="open"),
+    Route("GET", "/healthcheck", admin.healthz, access="open"),
     Route("GET", "/readyz", admin.readyz, access="open"),
     Route("GET", "/metrics", admin.figures, access="admin"),
     Route("GET", "/stats", admin.stats, access="admin"),
@@ -81,7 +84,7 @@ ROUTES = [
     *(Route("GET", f"/web/{name}", page.handler(name), access="open") for name in page.FILES),
 ]
 
-METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD"]
+METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "TRACE"]
 
 
 def register(app: Robyn, site: reply.Site) -> None:

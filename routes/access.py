@@ -1,18 +1,24 @@
-"""Who calls: the server's password, and named API keys.
+"""Who calls: the server's password, named API keys, and which pages of a browser may.
 
 Only SHA-256 digests are kept and compared, every one of them for every call, so that the time taken says nothing.
 """
 
 import hashlib
 import hmac
+import ipaddress
+import socket
 from collections.abc import Iterable
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from robyn import Headers
 
-from rwkv_batch.config import parse_api_keys
-from rwkv_batch.errors import Unauthorized
+from rwkv_batch.config import Config, parse_api_keys
+from rwkv_batch.errors import Forbidden, Unauthorized
 
+READING = ("GET", "HEAD", "OPTIONS")
+WEB_PORTS = {"http": 80, "https": 443}
+LOCAL_NAMES = ("localhost", "host.docker.internal", "host.containers.internal")  # names that no one else's DNS can give
 OWNER = ""  # who has the password, and everybody where there is nothing to know
 
 
@@ -33,10 +39,15 @@ class Secrets:
             raise Unauthorized("Unauthorized: invalid or missing password")
         return callers.pop()
 
+    def knows(self, secret: str) -> bool:
+        """Whether it is somebody's."""
+        return self._caller(secret) is not None
+
     def _caller(self, secret: str) -> str | None:
-        given, found = digest(secret), None
+        """Whose it is. It may be percent-encoded, for a header cannot bring other characters than ASCII here."""
+        as_sent, decoded, found = digest(secret), digest(unquote(secret)), None
         for name, known in self._digests:
-            if hmac.compare_digest(given, known):
+            if hmac.compare_digest(as_sent, known) | hmac.compare_digest(decoded, known):
                 found = name
         return found
 
@@ -49,10 +60,78 @@ def digest(secret: str) -> bytes:
 def in_headers(headers: Headers) -> list[str]:
     """The secrets that a call's headers offer: a Bearer, and the two headers that some clients send beside or instead of it."""
     given = headers.get("authorization")
-    bearer = given[7:].strip() if given is not None and given.startswith("Bearer ") else None
+    bearer = given[7:].strip() if given is not None and given[:7].lower() == "bearer " else None
     return present([bearer, headers.get("x-api-key"), headers.get("api-key")])
 
 
 def present(secrets: Iterable[Any]) -> list[Any]:
     """Those that are there."""
     return [secret for secret in secrets if secret is not None]
+
+
+class Pages:
+    """Which pages of a browser may make this server do something, and by which names it may be called.
+
+    Without a secret it is the browser that calls, for whatever page it shows. Then only the server's own pages, those of this
+    machine and what is no web page (extensions, programs) may act; `--cors-origins` names others. And the name in `Host` must
+    be this machine's, or a page of a name that its owner points here would be the server's own.
+    """
+
+    def __init__(self, config: Config, has_secrets: bool):
+        given = config.cors_origins if config.cors_origins is not None else "*" if has_secrets else ""
+        self.origins = {origin.strip().lower() for origin in given.split(",")} - {""}
+        self.readers = self.origins if config.cors_origins is not None else {"*"}
+        self.hosts = {name.strip().lower() for name in (config.allowed_hosts or "").split(",")} - {""}
+        self._checks_hosts = bool(self.hosts) if has_secrets or not config.loopback else True
+        self._own_names = {*LOCAL_NAMES, socket.gethostname().lower()}
+
+    def check(self, headers: Headers, *, acts: bool) -> None:
+        """Raise Forbidden for a call by a name that is not this server's, or, where it acts, from a page that may not."""
+        host = headers.get("host") or ""
+        if self._checks_hosts and host and "*" not in self.hosts and not self._is_own(host):
+            raise Forbidden("not a name of this server in Host; --allowed-hosts names further ones", code="host_not_allowed")
+        origin = headers.get("origin")
+        if acts and origin is not None and "*" not in self.origins and not self._may_act(origin.lower(), host.lower()):
+            raise Forbidden("pages of this origin may not call; --cors-origins names those that may", code="origin_not_allowed")
+
+    def _is_own(self, host: str) -> bool:
+        name = hostname(host)
+        return name in self._own_names or name.endswith(".localhost") or name in self.hosts or is_address(name)
+
+    def _may_act(self, origin: str, host: str) -> bool:
+        if origin in self.origins:
+            return True
+        scheme, _, place = origin.partition("://")
+        if scheme not in WEB_PORTS:
+            return origin != "null"  # any page can have that one
+        return is_loopback(hostname(place)) or (with_port(place, scheme) == with_port(host, scheme) != ("", 0))
+
+
+def hostname(host: str) -> str:
+    """The name or address in `name:port` or `[address]:port`, lower case; "" for what is neither."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def with_port(host: str, scheme: str) -> tuple[str, int]:
+    """Name and port, that of the scheme where none is given; ("", 0) for what is neither."""
+    try:
+        return hostname(host), urlsplit(f"//{host}").port or WEB_PORTS[scheme]
+    except ValueError:
+        return "", 0
+
+
+def is_address(name: str) -> bool:
+    """Whether it is an IP address."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(name: str) -> bool:
+    """Whether it means this machine wherever it is read."""
+    return name == "localhost" or name.endswith(".localhost") or (is_address(name) and ipaddress.ip_address(name).is_loopback)

@@ -114,6 +114,7 @@ def described(call: Call, live: Live) -> dict[str, object]:
     """A request that runs or waits, for people."""
     return {
         "request_id": live.id,
+        "given_id": live.given_id or None,
         "endpoint": live.endpoint,
         "model": model_name(call),
         "created": live.created,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
-from urllib.parse import unquote
+from urllib.parse import unquote, unquote_plus
 
 import msgspec
 from robyn import Headers, StreamingResponse
@@ -29,7 +29,7 @@ from robyn import Response as RobynResponse
 from robyn.robyn import get_version
 
 from routes import schemas
-from routes.access import OWNER, Secrets, in_headers, present
+from routes.access import OWNER, READING, Pages, Secrets, hostname, in_headers, is_loopback, present
 from routes.connections import Cut, Hangups, Ledger, address
 from rwkv_batch import tokenizer
 from rwkv_batch.channel import Ask, EngineClient, EngineInfo, Event, Live, SessionAnswer, Ticket, error_of
@@ -70,6 +70,7 @@ FILE_BYTES = 65536  # what a session's file may hold beside the state
 LARGE_BODY_BYTES = 65536  # a smaller one is read in a millisecond
 OFF_LOOP_CHARACTERS = 65536  # longer texts are tokenised in a thread
 
+EXPOSED = "Retry-After, X-Request-Id, X-Should-Retry, X-Session-Version, Content-Disposition, WWW-Authenticate"
 NUDGE = object()
 CALLERS_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # an X-Request-Id that is taken over
 
@@ -110,6 +111,8 @@ def error_reply(error: RwkvBatchError, nested: bool = False) -> Plain:
     reply = json_reply(error_document(error, nested), error.status)
     if error.retry_after is not None:
         reply.headers["Retry-After"] = str(max(1, round(error.retry_after)))
+    elif error.status == 401:
+        reply.headers["WWW-Authenticate"] = 'Bearer realm="rwkv_batch"'
     elif error.status == 409 and nested:
         reply.headers["X-Should-Retry"] = "false"  # OpenAI's clients retry 409 unless they are told
     return reply
@@ -179,7 +182,8 @@ class Site:
         self.large_bodies = asyncio.Lock()
         self.secrets = Secrets(config.password, config.api_keys)
         self.tokenizer: tokenizer.Tokenizer | None = None
-        self._origins = {origin.strip() for origin in config.cors_origins.split(",")}
+        self.pages = Pages(config, bool(self.secrets))
+        self._submitting: set[str] = set()  # requests on their way to the engine; event loop only
         self._num_opened = 0  # counted on the event loop
         self._num_closed = 0  # counted in the client's thread
         self._closed: deque[tuple[Call, str]] = deque()
@@ -203,7 +207,7 @@ class Site:
     def max_file_bytes(self) -> int:
         """Largest file that a session can be in."""
         info = self.client.info
-        return info.state_bytes + FILE_BYTES if info is not None else self.config.max_body_bytes
+        return max(self.config.max_body_bytes, info.state_bytes + FILE_BYTES if info is not None else 0)
 
     @property
     def idle(self) -> bool:
@@ -220,11 +224,12 @@ class Site:
 
     def cors(self, headers: Headers | None) -> dict[str, str]:
         """Headers that let pages of the allowed origins read any answer, errors and streams too."""
-        if "*" in self._origins:
-            return {"Access-Control-Allow-Origin": "*"}
+        exposed = {"Access-Control-Expose-Headers": EXPOSED}
+        if "*" in self.pages.readers:
+            return {"Access-Control-Allow-Origin": "*", **exposed}
         origin = headers.get("origin") if headers is not None else None
-        if origin in self._origins:
-            return {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
+        if origin is not None and origin.lower() in self.pages.readers:
+            return {"Access-Control-Allow-Origin": origin, "Vary": "Origin", **exposed}
         return {"Vary": "Origin"}
 
     # --- work ---
@@ -250,7 +255,9 @@ class Site:
         if self.draining:
             raise Unavailable("the server is shutting down", code="draining", retry_after=5.0)
         self.client.check()
-        if max(self.active, len(self.client.tickets)) >= self.config.max_streams:
+        tickets = self.client.tickets
+        not_there_yet = sum(request_id not in tickets for request_id in self._submitting)
+        if max(self.active, len(tickets) + not_there_yet) >= self.config.max_streams:
             raise Overloaded("too many answers are in progress", code="too_many_streams")
 
     async def loaded_tokenizer(self) -> tokenizer.Tokenizer:
@@ -307,16 +314,20 @@ class Site:
         def tell(event: asyncio.Event) -> Callable[[], None]:
             return lambda: loop.call_soon_threadsafe(event.set)
 
+        self._check_room()  # again, for others came while this one was tokenised
         on_settled, on_end = tell(answered), tell(ended) if ended else None
         if request.session is not None:
             translate, on_settled = telling(translate, on_settled), None
         call.ticket = ticket = self.client.submit(request, translate, on_settled, on_end, call.path, call.given_id)
         ticket.peer = address(call.peer)
+        self._submitting.add(request.id)
         try:
             await answered.wait()
         except asyncio.CancelledError:
             ticket.cancel()
             raise
+        finally:
+            self._submitting.discard(request.id)
         if ticket.failure is not None and ticket.first_at is None:
             raise error_of(ticket.failure)
         return ticket
@@ -456,6 +467,7 @@ class Site:
                 self._num_observed += 1
                 if self._num_observed % 8 == 0:
                     self.metrics.inter_token.observe(now - ticket.progressed_at)
+        ticket.num_tokens += sum(delta.tokens for delta in event.deltas)
         for finish in event.finishes:
             self.metrics.success.labels(finish.reason).inc()
             self.metrics.prompt_tokens.observe(finish.prompt_tokens)
@@ -475,7 +487,7 @@ class Site:
             line += f" key={call.caller}" if call.caller != OWNER else ""
             line += f" given_id={call.given_id}" if call.given_id else ""
             if ticket is not None:
-                tokens = call.completion_tokens or ticket.completion_tokens
+                tokens = call.completion_tokens or max(ticket.completion_tokens, ticket.num_tokens)
                 line += f" prompts={call.num_prompts} prompt_tokens={call.prompt_tokens} tokens={tokens}"
                 if ticket.first_at is not None and ticket.incremental:
                     line += f" ttft_ms={(ticket.first_at - call.began) * 1000:.1f}"
@@ -652,8 +664,13 @@ PROXY_HEADERS = ("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-
 
 
 def from_this_host(call: Call) -> bool:
-    """Whether a call came over the loopback interface and not through a proxy that says so."""
+    """Whether a call came over the loopback interface and not through a proxy, as far as can be seen.
+
+    A proxy that adds no header of its own gives itself away by the client's Host, or as nginx does by closing the connection.
+    """
     if any(call.headers.get(name) is not None for name in PROXY_HEADERS):
+        return False
+    if not is_loopback(hostname(call.headers.get("host") or "")) or (call.headers.get("connection") or "").lower() == "close":
         return False
     try:
         address = ipaddress.ip_address(call.peer)
@@ -664,7 +681,7 @@ def from_this_host(call: Call) -> bool:
 
 # admin: not with an API key; translate: open to this host, or to all by --open-translate
 Access = Literal["password", "admin", "open", "translate"]
-Form = Literal["native", "openai", "chat"]  # of errors; chat: as the body says, which has contents or messages
+Form = Literal["native", "openai", "chat"]  # of errors; chat: OpenAI's unless the body is clearly native
 Reads = Literal["nothing", "json", "file"]
 Handler = Callable[[Call], Awaitable[Plain | Answer]]
 
@@ -683,33 +700,35 @@ def endpoint(
     async def handle(request: RobynRequest) -> RobynResponse | StreamingResponse:
         call = Call(site, request.method, request.url.path, request.headers, request.ip_addr or "")
         call.params = dict(request.path_params)
-        call.nested = form == "openai" or (form == "chat" and looks_like_messages(request.body))
+        call.nested = form == "openai"
         given_id = request.headers.get("x-request-id")
         call.given_id = given_id if given_id is not None and CALLERS_ID.fullmatch(given_id) else ""
         public = access == "open"
         if access == "translate":
-            token = request.query_params.get("token", None)  # as it was sent: Robyn does not decode it
-            call.token = unquote(token) if token is not None else None
-            public = site.config.open_translate or from_this_host(call)
+            call.token = token_of(site, request.query_params.get("token", None))
+            public = site.config.open_translate or (site.config.local_translate and from_this_host(call))
         site.handling += 1
         try:
+            site.pages.check(request.headers, acts=request.method not in READING and access != "translate")
             if in_headers(request.headers) and not public:
                 site.authorize(request.headers, {})
             if reads == "json":
                 call.body = await json_body(call, request, public=public, may_be_empty=may_be_empty)
             elif reads == "file":
-                call.body = {key: unquote(values[-1]) for key, values in request.query_params.to_dict().items()}
+                call.body = {key: unquote_plus(values[-1]) for key, values in request.query_params.to_dict().items()}
                 call.file = read_body(request, site.max_file_bytes)
             if not public:
                 call.caller = site.authorize(request.headers, call.body, call.token)
             if access == "admin" and call.caller != OWNER:
                 raise Forbidden("this route needs the server's password; an API key is not enough")
             reply = await handler(call)
-        except RwkvBatchError as error:
+        except Exception as raised:
+            error = raised
+            if not isinstance(raised, RwkvBatchError):
+                log.exception("%s failed", call.id)
+                error = EngineFailed("internal error", code="internal")
+            call.nested = call.nested or (form == "chat" and not is_native(call.body or request.body))
             reply = error_reply(error, call.nested)
-        except Exception:
-            log.exception("%s failed", call.id)
-            reply = error_reply(EngineFailed("internal error", code="internal"), call.nested)
         finally:
             site.handling -= 1
         return to_robyn(call, reply)
@@ -717,10 +736,23 @@ def endpoint(
     return handle
 
 
-def looks_like_messages(body: str | bytes) -> bool:
-    """Whether a body that was not parsed yet is OpenAI's form of a chat."""
-    messages, contents = ('"messages"', '"contents"') if isinstance(body, str) else (b'"messages"', b'"contents"')
-    return messages in body and contents not in body
+def token_of(site: Site, text: str | None) -> str | None:
+    """The secret in the URL, which Robyn does not decode; a plus sign is a blank unless the secret has one."""
+    if text is None:
+        return None
+    as_sent = unquote(text)
+    return as_sent if site.secrets.knows(as_sent) else unquote_plus(text)
+
+
+NATIVE_FIELDS = ("contents", "text_list", "prefix", "suffix", "dialogue_idx", "chats")
+
+
+def is_native(body: dict[str, Any] | str | bytes) -> bool:
+    """Whether a body is clearly not OpenAI's form of a chat; it may be one that could not be parsed."""
+    if isinstance(body, dict):
+        return any(field in body for field in NATIVE_FIELDS)
+    quoted = (f'"{field}"' for field in NATIVE_FIELDS)
+    return any((field if isinstance(body, str) else field.encode()) in body for field in quoted)
 
 
 def to_robyn(call: Call, reply: Plain | Answer) -> RobynResponse | StreamingResponse:
@@ -753,7 +785,7 @@ def unknown(methods_by_path: Mapping[str, list[str]]) -> Handler:
     """What answers where no route does: 405 on a known path, else 404."""
 
     async def handle(call: Call) -> Plain:
-        call.nested = call.path.startswith("/openai/")
+        call.nested = call.path.startswith(("/openai/", "/v1/"))
         methods = methods_by_path.get(call.path)
         if methods is None:
             raise NotFound("Not found")

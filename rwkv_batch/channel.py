@@ -530,7 +530,8 @@ class Ticket:
         self.num_taken = 0
         self.taken_at = self.submitted_at
         self.unread_since = self.submitted_at  # when the oldest unread item was queued, at the latest
-        self.completion_tokens = 0
+        self.completion_tokens = 0  # of rows that have ended
+        self.num_tokens = 0  # of texts that have come
         self.peer = ""  # where it came from, for whoever watches connections
         self.watched = self.suspect = False  # whether that was looked at, and whether its client may have left
         self._client = client

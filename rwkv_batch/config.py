@@ -129,8 +129,14 @@ class Config:
     session_header: str | None = setting(
         None, "http", "header that names the session of an OpenAI chat; its messages are then the new ones only"
     )
-    cors_origins: str = setting("*", "http", "origins whose pages may call, separated by commas; * = all")
+    cors_origins: str | None = setting(
+        None, "http", "origins whose pages may call, separated by commas; * = all; default: all with a password, see README"
+    )
+    allowed_hosts: str | None = setting(
+        None, "http", "names by which this server may be called, beside addresses and its own, separated by commas; * = any"
+    )
     open_translate: bool = setting(False, "http", "translation needs no password, wherever the call comes from")
+    local_translate: bool = setting(True, "http", "translation needs no password when it is called from this machine")
 
     max_body_mib: int = setting(32, "limits", "size of a request body, MiB", low=1, high=4096)
     max_body_depth: int = setting(64, "limits", "nesting of a request body", low=4, high=128)

@@ -174,11 +174,13 @@ class Caller:
         ("127.0.0.1", {}, True), ("::1", {}, True), ("127.8.0.1", {}, True), ("::ffff:127.0.0.1", {}, True),
         ("192.168.0.7", {}, False), ("::ffff:10.0.0.1", {}, False), ("", {}, False), ("unix", {}, False),
         ("127.0.0.1", {"x-forwarded-for": ""}, False), ("127.0.0.1", {"forwarded": "for=::1"}, False),
+        ("127.0.0.1", {"host": "public.example"}, False), ("127.0.0.1", {"host": "10.0.0.7"}, False),
+        ("127.0.0.1", {"host": "127.0.0.1:8000"}, True), ("127.0.0.1", {"connection": "close"}, False),
     ],
 )  # fmt: skip
 def test_who_calls_from_this_host(peer, headers, local):
-    """Decision (e)."""
-    assert from_this_host(Caller(peer, headers)) is local
+    """Decision (e); a proxy may say nothing but for the client's Host, or close its connection as nginx does."""
+    assert from_this_host(Caller(peer, {"host": "localhost:8000"} | headers)) is local
 
 
 def test_keys_do_not_share_remembered_sentences():

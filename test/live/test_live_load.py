@@ -365,6 +365,21 @@ def test_queue_full_is_429_with_retry_after(folder):
         assert server.post({"contents": ["a"], "max_tokens": 2})[0] == 200
 
 
+def test_many_at_the_same_time_are_no_more_than_a_process_takes(folder):
+    """They are counted from the moment they are let in, not when their answers begin."""
+
+    async def scenario(port: int) -> list[int]:
+        body = {"contents": ["a"], "max_tokens": 100_000, "stream": True}
+        streams = await asyncio.gather(*(open_stream("127.0.0.1", port, CHAT, body) for _ in range(60)))
+        for stream in streams:
+            stream.reset()
+        return [stream.status for stream in streams]
+
+    with ServerProcess("--max-streams", "4", "--http-workers", "1", folder=folder, step_ms=100) as server:
+        statuses = asyncio.run(scenario(server.port))
+    assert (statuses.count(200), statuses.count(429)) == (4, 56)
+
+
 def test_more_answers_than_a_process_takes_are_429(folder):
     async def scenario(port: int) -> list[int]:
         body = {"contents": ["a"], "max_tokens": 100_000, "stream": True}
