@@ -2,10 +2,16 @@
 ends them together.
 
 Children are fresh interpreters of this same file (`--role`), each with one socket to the supervisor as its standard input: the
-settings come in by it, orders and reports pass over it, and its end means that the other side is dead. Exit codes: 0 orderly,
-1 killed what did not stop in time, 2 wrong setting, busy port or unusable checkpoint, 70 a step failed or hung (engine) or a
-thread died, 71 too many crashes (supervisor), 74 stopped with sessions that could not be written, 128 + signal when a second
-one stopped the server at once.
+settings come in by it, orders, reports and signs of life pass over it, and its end means that the other side is dead.
+Exit codes:
+
+    0    orderly
+    1    the engine did not live to the end of an orderly stop, or what did not stop in time was killed
+    2    wrong setting, busy port or unusable checkpoint
+    70   a step failed or hung (engine), or a thread died
+    71   too many crashes (supervisor)
+    74   stopped, but sessions could not be written
+    128  and more: a second signal, less 128, stopped the server at once
 """
 
 import contextlib
@@ -149,6 +155,7 @@ class Supervisor:
         self.signals: list[int] = []
         self.hung_up = False
         self.draining_until: float | None = None
+        self.code = 0  # of an orderly end so far
         self.watched = time.monotonic()
         self.selector = selectors.DefaultSelector()
 
@@ -247,11 +254,16 @@ class Supervisor:
         self.selector.unregister(child.socket)
         child.socket.close()
         metrics.forget(self.folder / "metrics", child.key)
+        how = str(status)
+        if status < 0:
+            how = signal.Signals(-status).name if -status in list(signal.Signals) else f"SIGRT{-status}"
+        reason = f"by signal {how}" if status < 0 else f"with status {how}"
         if self.draining_until is not None:
+            log.error("%s ended %s while the server was finishing", child.name, reason)
+            if child.role == "engine":
+                self.code = 1
             return None
         now = time.monotonic()
-        how = signal.Signals(-status).name if status < 0 else str(status)
-        reason = f"by signal {how}" if status < 0 else f"with status {how}"
         metrics.process_ends().labels(child.role, how).inc()
         if child.role == "engine":
             if status == EXIT_USAGE:
@@ -287,7 +299,6 @@ class Supervisor:
 
     def stop(self) -> int:
         """End the HTTP processes, then the engine; what does not end in time is killed, and all at the next signal."""
-        code = 0
         for role, seconds in (("http", HTTP_STOP_SECONDS), ("engine", self.config.engine_stop_seconds)):
             group = [child for child in self.children if child.role == role]
             for child in group:
@@ -300,7 +311,7 @@ class Supervisor:
                     log.error("killing what has not ended: %s", ", ".join(child.name for child in late))
                     for child in late:
                         child.process.kill()
-                    code = 1
+                    self.code = 1
                     break
                 self.listen()
                 time.sleep(0.01)
@@ -308,8 +319,8 @@ class Supervisor:
             if EXIT_LOST in codes:
                 return EXIT_LOST
             if any(codes):
-                code = 1
-        return code
+                self.code = 1
+        return self.code
 
 
 def say(text: str) -> None:

@@ -206,6 +206,8 @@ class Config:
             low, high = item.metadata["low"], item.metadata["high"]
             if low is not None and not low <= value <= high:
                 raise UsageError(f"{flag}: must be between {low} and {high}", param=item.name)
+            if item.name.endswith("_silence_seconds") and 0 < value < 1:  # signs of life come twice a second
+                raise UsageError(f"{flag}: must be 0 or at least 1", param=item.name)
         if self.device not in ("auto", "cpu", "cuda") and not (self.device[:5] == "cuda:" and self.device[5:].isdecimal()):
             raise UsageError("--device: must be auto, cpu, cuda or cuda:N", param="device")
 

@@ -182,6 +182,15 @@ def test_an_http_process_that_cannot_start_does_not_end_those_that_serve(supervi
     assert supervised.bury(supervised.children[-1], -signal.SIGBUS) == app.EXIT_CRASHES
 
 
+def test_an_engine_that_dies_while_the_server_finishes_is_no_orderly_end(supervised):
+    supervised.drain(app.time.monotonic())
+    http, engine = supervised.children
+    assert supervised.bury(engine, -signal.SIGKILL) is None
+    http.idle = True
+    http.process.poll = lambda: 0
+    assert supervised.stop() == 1
+
+
 def test_an_http_process_that_served_is_started_again_at_once(supervised):
     http, _ = supervised.children
     assert supervised.bury(http, -signal.SIGABRT) is None

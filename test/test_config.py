@@ -42,6 +42,7 @@ def test_every_field_has_flag_help_and_environment_name():
         (["--port", "65536"], {}, "--port: must be between 0 and 65535"),
         (["--por", "1"], {}, "--por"),
         (["--drain-seconds", "nan"], {}, "--drain-seconds"),
+        (["--http-silence-seconds", "0.5"], {}, "--http-silence-seconds: must be 0 or at least 1"),
         (["--dtype", "int4"], {}, "--dtype"),
         (["--device", "tpu"], {}, "--device"),
         (["--device", "cuda:²"], {}, "--device"),
