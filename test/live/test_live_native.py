@@ -483,7 +483,8 @@ def check_any_body(server: ServerProcess, path: str, body: dict) -> None:
         nested = isinstance(answer["error"], dict)
         form = ROUTE_OF[path].form
         if form == "chat":  # which of the two the body is
-            form = "native" if body.keys() & set(NATIVE_FIELDS) else "openai"
+            chat = body.get("contents") is None and body.get("messages") is not None
+            form = "native" if body.keys() & set(NATIVE_FIELDS) and not chat else "openai"
         assert nested == (form == "openai"), body
         text = answer["error"]["message"] if nested else answer["error"]
         assert isinstance(text, str), body

@@ -364,7 +364,8 @@ def check_body(server: ServerProcess, body: dict) -> None:
     assert status in (200, 400), (status, answer, body)
     if status == 400:
         assert list(answer) == ["error"]
-        openai = not body.keys() & {"contents"}  # the body says whose errors these are
+        chat = body.get("contents") is None and body.get("messages") is not None
+        openai = chat or "contents" not in body  # the body says whose errors these are
         text = answer["error"]["message"] if openai else answer["error"]
         assert isinstance(text, str)
         assert "Traceback" not in text
