@@ -53,6 +53,7 @@ FOLDER_PREFIX = "rwkv-batch-"
 MAX_BASE = 68  # bytes of the path before that: those of a socket may be 103 in all
 HTTP_STOP_SECONDS = 3.0  # from the order to stop until a process is killed
 MAX_FAILED_STARTS = 5
+RETRY_SECONDS = 1.0  # until a process is tried again that this machine had no room for
 MAX_PAUSE = 30.0  # until an HTTP process that failed to start is started again
 BEAT_SECONDS = 0.5  # between two signs of life of a child
 TICK_SECONDS = 0.25  # a longer turn of the supervisor counts as so much: it slept itself, and the children perhaps with it
@@ -91,8 +92,12 @@ class Child:
         if role == "http":
             environ["TOKIO_WORKER_THREADS"] = "1"  # of a runtime that stays idle; the default is one thread for each CPU
         command = [sys.executable, os.path.abspath(__file__), "--role", role]
-        self.process = subprocess.Popen(command, stdin=theirs, env=environ, process_group=0)
-        theirs.close()
+        with theirs:
+            try:
+                self.process = subprocess.Popen(command, stdin=theirs, env=environ, process_group=0)
+            except OSError:
+                self.socket.close()
+                raise
         with contextlib.suppress(OSError):  # it has ended already: the next turn finds it dead
             self.socket.sendall(msgspec.json.encode(Birth(config, str(folder), index, os.getpid())) + b"\n")
         self.socket.setblocking(False)
@@ -211,7 +216,13 @@ class Supervisor:
             return self.stop() if not waiting or now >= self.draining_until else None
         for start in [start for start in self.due if start[0] <= now]:
             self.due.remove(start)
-            self.start(*start[1:])
+            try:
+                self.start(*start[1:])
+            except OSError as error:  # no memory, no process or descriptor left: those that run go on
+                if not self.announced:
+                    raise UsageError(f"a process cannot be started: {error.strerror}") from None
+                log.error("a process cannot be started, and it is tried again: %s", error.strerror)
+                self.due.append((now + RETRY_SECONDS, *start[1:]))
         return None
 
     def listen(self) -> None:

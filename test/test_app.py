@@ -191,6 +191,43 @@ def test_an_engine_that_dies_while_the_server_finishes_is_no_orderly_end(supervi
     assert supervised.stop() == 1
 
 
+def test_a_machine_without_room_for_a_process_costs_those_that_run_nothing(supervised, clock, monkeypatch):
+    def full(command, **more):
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", full)
+        supervised.due = [(0.0, "http", 1)]
+        with pytest.raises(UsageError, match="no more processes"):
+            supervised.turn()
+        supervised.announced = True
+        supervised.due = [(0.0, "http", 1)]
+        for _ in range(3):
+            assert supervised.turn() is None
+            clock.append(clock[-1] + 1.1)
+    assert count() == before
+    assert supervised.turn() is None
+    assert [child.name for child in supervised.children] == ["HTTP process 0", "engine", "HTTP process 1"]
+
+
+def test_an_http_process_that_hangs_holds_up_the_end_only_until_it_is_noticed(supervised, clock):
+    http, engine = supervised.children
+    engine.process.poll = lambda: 0
+    http.process.poll = lambda: -signal.SIGKILL if signal.SIGKILL in http.process.sent else None
+    supervised.children.remove(engine)
+    supervised.drain(app.time.monotonic())
+    began = clock[-1]
+    while (code := supervised.turn()) is None:
+        clock.append(clock[-1] + 0.1)
+    assert code == 0
+    assert 5 < clock[-1] - began < 8  # it may run for 30 s when it is busy
+    supervised.children.append(engine)
+
+
 def test_an_http_process_that_served_is_started_again_at_once(supervised):
     http, _ = supervised.children
     assert supervised.bury(http, -signal.SIGABRT) is None
