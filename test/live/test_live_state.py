@@ -127,6 +127,14 @@ def imported(server: ServerProcess, session: str, data: bytes, more: str = "") -
     return server.post(data, f"/state/import?session_id={quote(session)}{more}")
 
 
+def of_another_model(data: bytes) -> bytes:
+    """What a larger model would have written."""
+    (length,) = struct.unpack_from("<I", data, 12)
+    header = json.loads(data[16 : 16 + length]) | {"model": "f" * 32, "layers": 32, "width": 4096}
+    written = json.dumps(header).encode()
+    return data[:12] + struct.pack("<I", len(written)) + written + bytes(2**20)
+
+
 # --- the border of a turn: contract 9, line 19 ---
 
 
@@ -529,7 +537,9 @@ def test_a_session_as_a_file(keeper):
     for damaged in (data[:-1], data[: len(data) // 2], data + b"x", b"x", bytes(len(data))):
         assert imported(keeper, "bad", damaged)[0] == 422
     assert imported(keeper, "bad", b"")[0] == 400
-    assert imported(keeper, "bad", data + bytes(200_000))[0] == 413
+    status, answer = imported(keeper, "bad", of_another_model(data))
+    assert (status, "another model" in answer["error"]) == (422, True)
+    assert imported(keeper, "bad", data + bytes(33 * 2**20))[0] == 413
     assert keeper.post(data, "/state/import")[0] == 400, "without a name"
     assert entry(keeper, "bad") is None
     assert keeper.post({"session_id": "nobody"}, "/state/export")[0] == 404
