@@ -38,6 +38,8 @@ WAL_SOON_BYTES = 16 * 2**20  # longer than this when none does: a little at a ti
 STATE_SHIFT = 20  # of a piece's id: state << 20 | number
 MAX_REPLAYS = 1000  # answers kept for their idempotency keys, in each namespace
 SEAL_BYTES = 4  # the end of a state's bytes: its own checksum
+RESERVE_BYTES = 16 * 2**20  # kept free on the disk to copy the write-ahead log back and delete sessions when it is full,
+RESERVE_SHARE = 4  # or this part of what is free
 FORGET_AT_ONCE = 8  # old responses: a few at a time, lest a turn wait for all of them
 REFERENCE_ID = -(2**62)  # of the first of the sessions that are only in rwkv_lightning's table
 DAMAGE = (sqlite3.Error, OSError, ValueError, OverflowError, msgspec.MsgspecError)  # what reading a damaged file raises
@@ -187,6 +189,7 @@ class SessionDatabase:
         max_responses: int = 1000,
     ):
         self.path = Path(path).absolute()
+        self._reserve = self.path.with_name(self.path.name + "-reserve")
         self.versions = versions
         self.replay_seconds = replay_seconds
         self.response_seconds = response_seconds
@@ -197,6 +200,7 @@ class SessionDatabase:
         self._read_only = False
         self._schema = len(MIGRATIONS)  # of the open file
         self._reference: dict[str, Listed] = {}  # sessions that are in rwkv_lightning's table and not in ours
+        self._reserve_bytes = 0
         self._written = 0  # bytes of states since the log was copied back
         self._began = time.time() - time.monotonic()
 
@@ -338,9 +342,26 @@ class SessionDatabase:
         self._shadow({turn.name for turn in turns if not turn.namespace})
 
     def delete(self, namespace: str, name: str, *, prefix: bool) -> set[str]:
-        """Forget a session, and with `prefix` all "name:…"; return the names of those that were there."""
+        """Forget a session, and with `prefix` all "name:…"; return the names of those that were there.
+
+        On a full disk the bytes of their states stay where they are until the next states are written over them.
+        """
         if not self._open(create=False):
             return set()
+        try:
+            return self._delete(namespace, name, prefix, bytes_too=True)
+        except StorageFailed:
+            if self._read_only:
+                raise
+            self._reserve.unlink(missing_ok=True)
+            self._shorten_log()
+            try:
+                return self._delete(namespace, name, prefix, bytes_too=False)
+            finally:
+                self._shorten_log()
+                self._keep_reserve()
+
+    def _delete(self, namespace: str, name: str, prefix: bool, *, bytes_too: bool) -> set[str]:
         tests = [("{0} = ?", (name,)), ("{0} >= ? AND {0} < ?", _range(name))][: 1 + prefix]
         forgotten: set[str] = set()
         with self._transaction() as connection:
@@ -351,7 +372,10 @@ class SessionDatabase:
                 for session, found in connection.execute(query, (namespace, *values)).fetchall():
                     forgotten.add(found)
                     for state in self._drop_session(connection, session):
-                        self._drop_state(connection, state)
+                        if bytes_too:
+                            self._drop_state(connection, state)
+                        else:
+                            connection.execute("INSERT INTO kept_spare VALUES (?)", (state,))
                 if not namespace and self._has_reference():
                     rows = connection.execute(f"SELECT session_id FROM sessions WHERE {theirs}", values).fetchall()
                     forgotten |= {row[0] for row in rows}
@@ -393,11 +417,14 @@ class SessionDatabase:
         """
         if self._connection is None or self._read_only:
             return
-        limit = 0 if idle else WAL_BYTES if waiting else WAL_SOON_BYTES
+        soon = min(WAL_SOON_BYTES, self._reserve_bytes // 2 or WAL_SOON_BYTES)  # what the reserve has room for
+        limit = 0 if idle else WAL_BYTES if waiting else soon
         with contextlib.suppress(sqlite3.Error, OSError):
             if self._written > limit or (idle and os.path.getsize(f"{self.path}-wal")):
                 self._connection.execute(f"PRAGMA wal_checkpoint({'TRUNCATE' if idle else 'PASSIVE'})")
                 self._written = 0
+        if idle:
+            self._keep_reserve()
 
     def open_if_there(self) -> bool:
         """Open the file unless it does not exist yet."""
@@ -409,11 +436,36 @@ class SessionDatabase:
         if connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
+            if not self._read_only:
+                with contextlib.suppress(OSError):
+                    self._reserve.unlink(missing_ok=True)
         lock_file, self._lock_file = self._lock_file, None
         if lock_file is not None:
             lock_file.close()
 
     # Inside.
+
+    def _keep_reserve(self) -> None:
+        """Keep some room of the disk in a file beside ours, if there is any and we do not have it."""
+        with contextlib.suppress(OSError):
+            if not self._reserve.exists():
+                with open(self._reserve, "xb") as file:
+                    os.posix_fallocate(file.fileno(), 0, max(1, min(RESERVE_BYTES, self._free_bytes() // RESERVE_SHARE)))
+        with contextlib.suppress(OSError):
+            self._reserve_bytes = self._reserve.stat().st_size
+
+    def _shorten_log(self) -> None:
+        """Give the room of the write-ahead log back, if the disk has room for the pages that only stand there."""
+        with contextlib.suppress(sqlite3.Error, OSError):
+            num_pages, page_bytes = (
+                self._connection.execute(f"PRAGMA {what}").fetchone()[0] for what in ("page_count", "page_size")
+            )
+            if num_pages * page_bytes - os.path.getsize(self.path) <= self._free_bytes():
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _free_bytes(self) -> int:
+        disk = os.statvfs(self.path)
+        return disk.f_bavail * disk.f_frsize
 
     def _add_state(self, connection: sqlite3.Connection, pieces: Iterable[bytes | memoryview]) -> Bytes:
         """Write a state's bytes."""
@@ -640,6 +692,8 @@ class SessionDatabase:
                 connection.executescript(f"BEGIN IMMEDIATE; {script} {marks} COMMIT;")
             self._schema = known
         self._reference = self._find_reference()
+        if not self._read_only:
+            self._keep_reserve()
         if self.max_pages is not None:
             connection.execute(f"PRAGMA max_page_count = {self.max_pages}")
         log.info(

@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -844,31 +845,51 @@ def test_a_full_disk_fails_the_turn_and_loses_nothing(path, durability):
         assert same(pool.state("s"), snapshot(2 if durability == "turn" else 1))
 
 
-@pytest.mark.long
-def test_a_full_and_then_a_read_only_file_system(path):
-    """Real ones, where a small file system may be mounted."""
-    mount = path.parent / "small"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount)]
+@pytest.fixture
+def mount(tmp_path) -> Iterator[Path]:
+    """A file system of 16 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("may not mount a file system")
-    try:
-        with Pool(mount / "sessions.db") as pool:
-            kept = turns_until_failure(pool, 200)
-            assert 5 < kept < 200
-            read_all(pool, kept, "t")
-        subprocess.run(["mount", "-o", "remount,size=64m", str(mount)], check=True)
-        with Pool(mount / "sessions.db") as pool:
-            read_all(pool, kept, "t")
-            assert pool.turn("t0", snapshot(1)).version == 2
-        subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
-        with Pool(mount / "sessions.db") as pool:
-            assert same(pool.state("t0"), snapshot(1))
-            with pytest.raises(StorageFailed, match="readonly"):
-                pool.turn("t0", snapshot(2))
-            assert same(pool.state("t0"), snapshot(1))
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_sessions_can_be_deleted_when_the_disk_is_full(mount):
+    with Pool(mount / "sessions.db") as pool:
+        kept = turns_until_failure(pool, 200)
+        with open(mount / "of others", "wb", buffering=0) as other, contextlib.suppress(OSError):
+            while True:
+                other.write(bytes(4096))
+        for i in range(kept):
+            assert pool.order(Delete(name=f"t{i}")).found
+        assert pool.order(Status()).total == 0
+        (mount / "of others").unlink()
+        assert turns_until_failure(pool, 5) == 5
+    with Pool(mount / "sessions.db") as pool:
+        read_all(pool, 5, "t")
+        assert pool.order(Status()).total == 5
+
+
+@pytest.mark.long
+def test_a_full_and_then_a_read_only_file_system(mount):
+    """Real ones, where a small file system may be mounted."""
+    with Pool(mount / "sessions.db") as pool:
+        kept = turns_until_failure(pool, 200)
+        assert 5 < kept < 200
+        read_all(pool, kept, "t")
+    subprocess.run(["mount", "-o", "remount,size=64m", str(mount)], check=True)
+    with Pool(mount / "sessions.db") as pool:
+        read_all(pool, kept, "t")
+        assert pool.turn("t0", snapshot(1)).version == 2
+    subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
+    with Pool(mount / "sessions.db") as pool:
+        assert same(pool.state("t0"), snapshot(1))
+        with pytest.raises(StorageFailed, match="readonly"):
+            pool.turn("t0", snapshot(2))
+        assert same(pool.state("t0"), snapshot(1))
 
 
 def test_a_read_only_file_can_still_be_read(path, monkeypatch):
