@@ -1,0 +1,189 @@
+"""What steps launch, call by call: which kernel, on which stream, with which sizes and which memory.
+
+`results/launches.json` holds digests of what was launched when every choice here was last timed on an H200: a change of the
+Python must leave them as they are, or say why not and write them anew: `python test/test_kernel_ops.py`.
+"""
+
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_recorder import make_launcher
+
+from rwkv_batch.kernels import compiler, self_check
+from rwkv_batch.kernels.ops import KernelOps
+from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.model.state import State
+from rwkv_batch.model.weights import Layer, ModelShape, Weights
+
+GOLDEN = Path(__file__).parent / "results" / "launches.json"
+PRODUCTS = ("rkv", "output", "ffn_key", "ffn_value", "head")
+DECODE = (1, 3, 4, 5, 8, 9, 16, 17, 33, 64, 70, 128)
+WAYS = (1, 5, 8, 16, 17, 64, 70, 128)
+PREFILL = ([1], [2], [16], [40, 1, 7, 33], [5, 1, 90], [128])
+TUNED = (1, 4, 8, 16, 24, 64, 70, 128)
+# layers, width, feed-forward width, vocabulary, ranks of w, a, v, g
+PUBLISHED = {
+    "0.1b": ModelShape(1, 768, 3072, 8192, 64, 64, 32, 128),
+    "1.5b": ModelShape(1, 2048, 8192, 8192, 96, 96, 64, 256),
+    "2.9b": ModelShape(1, 2560, 10240, 8192, 96, 96, 64, 320),
+    "7.2b": ModelShape(1, 4096, 16384, 8192, 128, 128, 96, 480),
+    "320": ModelShape(1, 320, 1280, 4100, 32, 32, 16, 64),
+}
+TOKENS = (1, 5, 8, 16, 17, 64, 65, 128, 320, 4096)
+
+
+def digest(notes: list) -> str:
+    return hashlib.sha256(json.dumps(notes).encode()).hexdigest()[:12]
+
+
+def numbered(weights: Weights) -> Weights:
+    """Fill every tensor with numbers of its own, the same on every machine."""
+    own = (weights.embedding, weights.head, weights.ln_out_weight, weights.ln_out_bias)
+    tensors = [*own, *(t for layer in weights.layers for t in layer.tensors)]
+    for number, tensor in enumerate(tensors):
+        values = torch.arange(tensor.numel(), dtype=torch.int64).mul_(7).add_(13 * number).remainder_(509)
+        tensor.copy_(values.view(tensor.shape))
+    weights.head = weights.head[:509].clone()  # so that it must be filled up
+    return weights
+
+
+class Steps:
+    """A small model whose launches are noted."""
+
+    def __init__(self, monkeypatch, *, hopper: bool):
+        monkeypatch.setattr(torch, "empty", torch.zeros)
+        self.launcher, self.recorder = make_launcher(monkeypatch, hopper=hopper)
+        self.weights = numbered(self_check.random_weights(torch.device("cpu")))
+        self.ops = KernelOps(self.weights, self.launcher, max_tokens=160, max_rows=128)
+        self.model = Model(self.weights, self.ops)
+        self.state = State(self.weights.shape, 130, shift_dtype=torch.float16, wkv_dtype=torch.float16)
+        for number, tensor in enumerate((*self.state.time_shift, *self.state.channel_shift, *self.state.layer_wkv)):
+            tensor.fill_(number + 1)
+
+    def decode(self, num_rows: int) -> str:
+        slots = torch.arange(1, num_rows + 1)
+        self.recorder.clear()
+        self.model.forward(None, Rows.decoding(slots), self.state)
+        return digest(self.recorder.take())
+
+    def prefill(self, lengths: list[int]) -> str:
+        tokens, slots = torch.arange(sum(lengths)), [(7 * i + 3) % 130 for i in range(len(lengths))]
+        self.recorder.clear()
+        self.model.forward(tokens, Rows(slots, lengths), self.state)
+        return digest(self.recorder.take())
+
+    def every_way(self, num_tokens: int) -> dict[str, list[str]]:
+        """Return what a decode step launches with each way to do each product, the ways in order."""
+        found = {}
+        for product in PRODUCTS:
+            found[product] = []
+            for way in self.ops.ways(product, num_tokens, self.weights.layers[-1]):
+                self.ops.choose(product, num_tokens, way)
+                found[product].append(self.decode(num_tokens))
+                self.ops.choose(product, num_tokens, None)
+        return found
+
+    def tune(self) -> list:
+        self.recorder.clear()
+        self.ops.tune(self.weights, list(TUNED), self.decode_step)
+        return [note for note in self.recorder.take() if note[0] == "tune cublas"]
+
+    def decode_step(self, num_rows: int) -> None:
+        self.model.forward(None, Rows.decoding(torch.arange(1, num_rows + 1)), self.state)
+
+
+def empty_weights(shape: ModelShape) -> Weights:
+    """Return weights of which nothing is ever read, so that they take no memory."""
+
+    def half(*dims: int) -> torch.Tensor:
+        return torch.empty(*dims, dtype=torch.float16)
+
+    c, f, vector = shape.width, shape.ffn_width, torch.zeros(shape.width)
+    ranks = {"w": shape.rank_w, "a": shape.rank_a, "g": shape.rank_g}
+    layer = Layer(
+        **{f"{norm}_{kind}": vector for norm in ("ln1", "ln2", "ln_x") for kind in ("weight", "bias")},
+        att_mix=torch.zeros(6, 1, c),
+        ffn_mix=torch.zeros(1, 1, c),
+        **{f"{name}1": half(c, rank) for name, rank in ranks.items()},
+        **{f"{name}2": half(rank, c) for name, rank in ranks.items()},
+        v1=half(c, shape.rank_v),
+        v2=half(shape.rank_v, c),
+        **dict.fromkeys(("w0", "a0", "v0", "k_k", "k_a", "keep_k"), vector),
+        r_k=torch.zeros(shape.num_heads, 64),
+        rkv=half(3, c, c),
+        output=half(c, c),
+        ffn_key=half(f, c),
+        ffn_value=half(f, c),
+    )
+    return Weights(shape, torch.float16, "", half(shape.vocab_size, c), [layer], vector, vector, half(shape.vocab_size, c),
+                   torch.arange(shape.vocab_size))  # fmt: skip
+
+
+def published(monkeypatch, name: str, *, hopper: bool = True, num_sms: int = 132) -> Iterator[tuple[int, list]]:
+    """Yield, for numbers of tokens, what each way to do each product launches, in order."""
+    launcher, recorder = make_launcher(monkeypatch, hopper=hopper, content=False, num_sms=num_sms)
+    weights = empty_weights(PUBLISHED[name])
+    ops = KernelOps(weights, launcher, max_tokens=TOKENS[-1], max_rows=TOKENS[-1])
+    model, state = Model(weights, ops), State(weights.shape, 2, shift_dtype=torch.float16, wkv_dtype=torch.float16)
+    for num_tokens in TOKENS:
+        rows, found = Rows.decoding(torch.zeros(num_tokens, dtype=torch.int64)), []
+        for product in PRODUCTS:
+            for way in [None, *ops.ways(product, num_tokens, weights.layers[0])]:
+                ops.choose(product, num_tokens, way)
+                recorder.clear()
+                model.forward(None, rows, state)
+                found.append(recorder.take())
+                ops.choose(product, num_tokens, None)
+        yield num_tokens, found
+
+
+def record(monkeypatch) -> dict:
+    """Return everything that the golden file holds."""
+    golden = {}
+    for hopper in (True, False):
+        with monkeypatch.context() as patch:
+            steps = Steps(patch, hopper=hopper)
+            found = golden["hopper" if hopper else "other"] = {}
+            found["decode"] = {str(n): steps.decode(n) for n in DECODE}
+            found["prefill"] = {str(lengths): steps.prefill(lengths) for lengths in PREFILL}
+            found["ways"] = {str(n): steps.every_way(n) for n in WAYS}
+            found["tuning"] = digest(steps.tune())
+            steps.recorder.content = False  # timing has left random numbers in the buffers
+            found["tuned"] = {str(n): steps.decode(n) for n in DECODE}
+    for name in PUBLISHED:
+        for kind in ({}, {"hopper": False}, {"num_sms": 114}) if name == "0.1b" else ({},):
+            with monkeypatch.context() as patch:
+                sizes = {str(n): f"{len(found)} {digest(found)}" for n, found in published(patch, name, **kind)}
+            golden[" ".join([name, *map(str, kind.items())])] = sizes
+    return golden
+
+
+def test_every_step_launches_what_it_did(monkeypatch, tmp_path):
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path))
+    expected, got = json.loads(GOLDEN.read_text()), record(monkeypatch)
+    for name, part in expected.items():
+        for key in part:
+            assert got[name][key] == part[key], f"{name}, {key}"
+    assert got == expected
+
+
+def test_steps_differ(monkeypatch):
+    """Otherwise the digests show nothing."""
+    steps = Steps(monkeypatch, hopper=True)
+    ways = steps.every_way(16)
+    assert len(set(ways["rkv"])) == len(ways["rkv"]) > 10
+    assert len({steps.decode(n) for n in DECODE}) == len(DECODE)
+
+
+if __name__ == "__main__":
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv(compiler.CACHE_VARIABLE, folder)
+        GOLDEN.write_text(json.dumps(record(patch), indent=1) + "\n")
+    sys.exit(0)
