@@ -1,0 +1,1 @@
+"""Which rows run next, and with which tokens. Plain Python: no torch."""
