@@ -293,6 +293,18 @@ def test_http_2_and_connect_stay_outside(proxy, backend):
     assert status_of(proxy.exchange(post(BODY, more=ask))) == 200
 
 
+def test_forms_and_websockets_are_answered_before_the_server_would_not(proxy):
+    kind = "Connection: close\r\nContent-Type: multipart/form-data\r\n"
+    assert status_of(proxy.exchange(post(BODY, more=kind))) == 415
+    upgrade = (
+        b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: " + b"A" * 22 + b"==\r\n"
+    )
+    with proxy.open(b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n") as connection:
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert (answer.status, json.loads(answer.read())["status"]) == (200, "ok")
+
+
 def test_translation_asks_callers_behind_a_proxy_for_the_password(proxy, backend):
     body = {"source_lang": "en", "target_lang": "zh-CN", "text_list": ["Hello"]}
     path = "/translate/v1/batch-translate"
@@ -350,12 +362,14 @@ def test_the_recipes_agree_with_the_settings():
     nginx, haproxy = (DEPLOY / "nginx.conf").read_text(), (DEPLOY / "haproxy.cfg").read_text()
     assert f"client_max_body_size {defaults.max_body_mib}m;" in nginx
     assert f"gt {defaults.max_body_bytes} }}" in haproxy
+    for silence in (re.search(r"proxy_read_timeout (\d+)s", nginx), re.search(r"timeout server (\d+)s", haproxy)):
+        assert int(silence[1]) >= 4 * defaults.ping_seconds
     stop = int(re.search(r"TimeoutStopSec=(\d+)", (DEPLOY / "rwkv-batch.service").read_text())[1])
     assert stop >= defaults.drain_seconds + 3 + defaults.engine_stop_seconds
     admin = [route.path for route in ROUTES if route.access == "admin"]
     kept = re.search(r"location ~ (\S+) {", nginx)[1]
     assert [path for path in admin if not re.match(kept, path)] == []
-    kept = tuple(re.search(r"-m beg (.*?) }", haproxy)[1].split())
+    kept = tuple(re.search(r"path,url_dec -m beg (.*?) }", haproxy)[1].split())
     assert [path for path in admin if not path.startswith(kept)] == []
 
 
