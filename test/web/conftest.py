@@ -37,8 +37,9 @@ def browser() -> Iterator:
 
 
 def is_fault(message) -> bool:
-    """Whether a line of the browser's console tells of a fault; answers such as 401 are told there too."""
-    return message.type == "error" and "the server responded with a status of 4" not in message.text
+    """Whether a line of the browser's console tells of a fault; answers such as 401, and none at all, are told there too."""
+    meant = ("the server responded with a status of 4", "net::ERR_FAILED")
+    return message.type == "error" and not any(text in message.text for text in meant)
 
 
 @pytest.fixture

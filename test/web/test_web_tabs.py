@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from browser import playback
 from conftest import PASSWORD, demo
 from server_process import wait_until
 
@@ -47,8 +48,9 @@ def test_stop_in_mid_stream_ends_the_row_and_the_chat_goes_on(server, url, open_
     wait_until(lambda: server.engine_stats()["sequences_running"] == 0, 5, "the row ends")
     said = page.locator(".answer").first.inner_text()
     assert said
+    assert "≈" in page.locator(".figures").first.inner_text(), "nobody counted its tokens"
     ask(page, "My name is Ann. What is my name?")
-    figures(page, 1)
+    figures(page, 2)
     assert page.locator(".answer").first.inner_text() == said
 
 
@@ -71,6 +73,48 @@ def test_regenerate_and_edit_branch_without_reading_again(url, open_page):
     figures(page, 2)
     page.get_by_role("button", name="Previous branch").click()
     page.get_by_text("2 / 3").wait_for()
+
+
+def test_a_turn_that_the_server_refused_is_tried_again_in_its_place(url, open_page):
+    page = open_page(url)
+    refuse = {"status": 429, "json": {"error": {"message": "the queue is full"}}, "headers": {"Retry-After": "7"}}
+    page.route("**/multi_state/**", lambda route: route.fulfill(**refuse), times=1)
+    ask(page, "My name is Tom.")
+    page.locator(".turn .error", has_text="the queue is full").wait_for()
+    assert "7 s" in page.locator(".turn .error").inner_text()
+    page.get_by_role("button", name="Try again").click()
+    figures(page, 1)
+    assert page.locator(".branches").count() == 0, "nothing stands beside it"
+    page.route("**/multi_state/**", lambda route: route.abort(), times=1)
+    ask(page, "And my name?")
+    page.locator(".turn .error", has_text="server does not answer").wait_for()
+
+
+def test_thoughts_that_lead_to_no_answer_are_shown(open_page):
+    def thinks(_: dict):
+        yield {"choices": [{"index": 0, "delta": {"content": "> hm, let me see"}}]}
+        yield {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}], "usage": {"completion_tokens": 4}}
+
+    with playback(thinks) as address:
+        page = open_page(address)
+        page.get_by_text("Think first").click()
+        ask(page, "Why?")
+        figures(page, 1)
+        assert page.locator(".thought-text").inner_text() == "hm, let me see"
+        page.get_by_text("there is no answer").wait_for()
+
+
+def test_on_a_phone_the_list_of_chats_waits_behind_a_button(url, open_page):
+    page = open_page(url, viewport={"width": 390, "height": 844})
+    ask(page, "My name is Tom.")
+    figures(page, 1)
+    assert not page.locator(".side").is_visible()
+    lid = page.get_by_role("button", name="Chats My name is Tom.")
+    lid.click()
+    assert lid.get_attribute("aria-expanded") == "true"
+    page.get_by_role("button", name="New chat", exact=True).click()
+    page.locator(".welcome").wait_for()
+    assert not page.locator(".side").is_visible()
 
 
 def test_a_board_of_64_rows_runs_to_its_end(url, open_page, tmp_path):
@@ -122,6 +166,18 @@ def test_a_tree_branches_at_any_node_and_compares(url, open_page):
     assert page.locator(".column").count() == 4
     page.get_by_role("button", name="Open in chat").first.click()
     page.locator("#view-chat .turn").nth(1).wait_for()
+
+
+def test_branches_are_stopped_together(server, url, open_page):
+    page = open_page(url + "#tree")
+    page.get_by_text("Sampling").click()
+    page.locator("input[name=max_tokens]").fill("2000")
+    page.get_by_label("Message").fill("Tell me a long story about a fox and a bear and a wolf.")
+    page.keyboard.press("Enter")
+    page.locator(".column .answer p").first.wait_for(timeout=ANSWER_MS)
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_role("button", name="Stop").wait_for(state="hidden")
+    wait_until(lambda: server.engine_stats()["sequences_running"] == 0, 5, "the rows end")
 
 
 def test_a_translation_stands_beside_its_text(url, open_page):
@@ -178,6 +234,34 @@ def test_sessions_are_forked_exported_imported_resumed_and_deleted(server, url, 
     assert "Zoe" in page.locator(".answer").inner_text()
     listed = server.post({"session_id": "page-zoe"}, "/state/status")[1]["sessions"][0]
     assert listed["version"] == 1, "the session itself stays as it was"
+
+
+def test_a_session_goes_back_to_the_version_that_was_chosen(server, url, open_page):
+    for turn in range(1, 4):
+        body = {"contents": [f"User: Turn {turn}.\n\nAssistant:"], "session_id": "page-old", "max_tokens": 2}
+        assert server.post(body, "/state/chat/completions")[1]["session"]["version"] == turn
+    page = open_page(url + "#sessions")
+    tokens = [server.post({"session_id": "page-old"}, "/state/status")[1]["sessions"][0]["tokens"]]
+    row = page.locator("tbody tr", has=page.get_by_role("rowheader", name="page-old", exact=True))
+    row.get_by_role("button", name="Rewind").click()
+    offered = page.locator("dialog select option").all_inner_texts()
+    assert offered == ["3 (newest)", "2"], "as many as the server keeps"
+    assert page.locator("dialog select").input_value() == "2"
+    page.locator("dialog button.primary").click()
+    row.locator("td", has_text="4").first.wait_for()
+    session = server.post({"session_id": "page-old"}, "/state/status")[1]["sessions"][0]
+    assert session["version"] == 4
+    assert session["tokens"] < tokens[0]
+
+
+def test_while_the_engine_starts_the_figures_say_so(open_page):
+    answers = {"/stats": {"engine": {"phase": "loading", "model": "demo"}}}
+    with playback(lambda _: iter(()), answers) as address:
+        page = open_page(address + "#server")
+        page.locator(".error", has_text="loading").wait_for()
+        page.locator(".facts", has_text="phase").wait_for()
+        page.wait_for_timeout(1200)
+        assert not re.search("NaN|undefined", page.locator("main").inner_text())
 
 
 def test_charts_move_while_rows_run(server, url, open_page):

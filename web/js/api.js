@@ -8,7 +8,7 @@ let askForSecret = async () => null;
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);
-    this.status = status;
+    this.status = status; // 0: no answer at all
   }
 }
 
@@ -29,12 +29,22 @@ function headersFor(body) {
   return headers;
 }
 
+/** fetch, whose failures are told in words. */
+async function reach(path, options) {
+  try {
+    return await fetch(path, options);
+  } catch (error) {
+    if (options.signal?.aborted) throw error;
+    throw new ApiError(0, t("unreachable"));
+  }
+}
+
 let asking = null; // one dialog for all calls that wait for it
 
 async function send(path, { body, method, signal } = {}) {
   for (;;) {
     const used = sessionStorage.getItem(SECRET);
-    const response = await fetch(path, {
+    const response = await reach(path, {
       method: method ?? (body === undefined ? "GET" : "POST"),
       headers: headersFor(body),
       body: body === undefined || body instanceof Blob ? body : JSON.stringify(body),
@@ -64,7 +74,9 @@ async function checked(response) {
   } catch {
     // not JSON: the status says it
   }
-  throw new ApiError(response.status, messageOf(document, `HTTP ${response.status}`));
+  const message = messageOf(document, `HTTP ${response.status}`);
+  const wait = response.headers.get("Retry-After");
+  throw new ApiError(response.status, wait ? `${message} · ${t("retry_after")} ${wait} s` : message);
 }
 
 /** The JSON that a call answers. Raises ApiError, also for an answer that failed after it began. */
@@ -82,6 +94,16 @@ export async function blob(path, options) {
   return (await checked(await send(path, options))).blob();
 }
 
+/** The next part of a stream; one that breaks off has ended. */
+async function next(reader, signal) {
+  try {
+    return await reader.read();
+  } catch (error) {
+    if (signal?.aborted) throw error;
+    return { done: true };
+  }
+}
+
 /**
  * Every JSON event of a stream, as it comes. Raises ApiError for an error event, and when the stream ends without [DONE].
  * Aborting `signal` closes the connection, at which the server ends the request.
@@ -92,7 +114,7 @@ export async function* events(path, body, signal) {
   let rest = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await next(reader, signal);
       if (done) throw new ApiError(500, t("cut_off"));
       const lines = (rest + value).split("\n");
       rest = lines.pop();
@@ -118,7 +140,8 @@ export async function* events(path, body, signal) {
 /** What a person would type to make the same call. */
 export function curl(path, body, stream = false) {
   const header = hasSecret() ? ' -H "Authorization: Bearer $PASSWORD"' : "";
-  const command = `curl ${stream ? "-N " : ""}${location.origin}${path}${header}`;
+  const url = `${location.origin}${path}`;
+  const command = `curl ${stream ? "-N " : ""}${path.includes("?") ? `'${url}'` : url}${header}`;
   if (body === undefined) return command;
   const quoted = JSON.stringify(body, null, 1).replace(/\n\s*/g, " ").replaceAll("'", "'\\''");
   return `${command} -H "Content-Type: application/json" -d '${quoted}'`;

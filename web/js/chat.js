@@ -1,13 +1,12 @@
 // The chat: one path through a dialogue tree. Editing or regenerating makes a branch beside the old turn.
 
-import { confirmDialog, copy, el, field, openDialog, toast } from "./dom.js";
+import { confirmDialog, copy, el, field, focusByMouse, keepFocus, showCommand, toast } from "./dom.js";
+import { drawer } from "./drawer.js";
 import { t } from "./i18n.js";
 import { turnView } from "./message.js";
 import { samplingControls } from "./sampling.js";
 import * as store from "./store.js";
-import { command, run } from "./turn.js";
-
-const running = new Map(); // node key -> AbortController, of all chats, whatever tab is open
+import { command, run, running } from "./turn.js";
 
 export function build(root) {
   const sampling = samplingControls();
@@ -26,19 +25,22 @@ export function build(root) {
     editNote, input, el("div", { class: "row end" },
       el("label", { class: "check" }, think, el("span", { i18n: "think" })),
       el("button", { type: "button", class: "quiet", i18n: "curl", on: { click: showCurl } }), stopButton, sendButton));
-  root.append(el("div", { class: "split chat" },
-    el("aside", { class: "side", "aria-label": t("chats") },
-      el("button", { type: "button", class: "wide", i18n: "new_chat", on: { click: () => { store.create(); input.focus(); } } }),
-      list, sampling.node, el("details", { class: "sampling" }, el("summary", { i18n: "system" }), field("system", system))),
-    el("section", { class: "talk" }, log, form)));
+  const side = el("aside", { class: "side", label: "chats" },
+    el("button", { type: "button", class: "wide", i18n: "new_chat", on: { click: () => { store.create(); lid.close(); input.focus(); } } }),
+    list, sampling.node, el("details", { class: "sampling" }, el("summary", { i18n: "system" }), field("system", system)));
+  const lid = drawer("chats", side, el("section", { class: "talk" }, log, form));
+  root.append(lid.node);
+  addEventListener("keydown", onEscape);
 
   function onKey(event) {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
-      if (running.size === 0 || !active()) send();
-    } else if (event.key === "Escape" && active()) {
-      stop();
+      if (!active()) send();
     }
+  }
+
+  function onEscape(event) {
+    if (event.key === "Escape" && !document.querySelector("dialog[open]")) stop();
   }
 
   function setting(name, value) {
@@ -70,11 +72,8 @@ export function build(root) {
   async function start(chat, parent, question) {
     const node = store.addNode(chat, parent, question);
     chat.current = node.key;
-    const controller = new AbortController();
-    running.set(node.key, controller);
-    store.changed();
     let due = false;
-    await run(chat, node, sampling.values(), controller.signal, () => {
+    const ended = run(chat, node, sampling.values(), () => {
       if (due) return;
       due = true;
       const pause = (node.answer.length + node.thought.length) / 200; // ms: parsing costs more the longer the text is
@@ -85,8 +84,15 @@ export function build(root) {
         if (atEnd) log.scrollTop = log.scrollHeight;
       }), pause);
     });
-    running.delete(node.key);
-    draw();
+    store.changed();
+    log.scrollTop = log.scrollHeight;
+    await ended;
+  }
+
+  /** Once more from the same place: beside the old answer, or instead of one that never came. */
+  function again(chat, node) {
+    if (!node.answer && !node.thought && !store.children(chat, node.key).length) store.dropNode(chat, node);
+    start(chat, node.parent, node.question);
   }
 
   function edit(node) {
@@ -98,19 +104,27 @@ export function build(root) {
     }
   }
 
-  function draw() {
+  let drawn = null; // the end of the path on screen
+
+  const draw = () => keepFocus(root, redraw);
+
+  function redraw() {
     const chat = store.current();
+    const place = log.scrollTop;
     think.checked = chat?.think ?? false;
     if (document.activeElement !== system) system.value = chat?.system ?? "";
     list.replaceChildren(...store.all().map((other) => el("li", { class: other === chat ? "selected" : "" },
-      el("button", { type: "button", class: "quiet name", "aria-current": other === chat, on: { click: () => store.select(other.id) } }, other.title || t("untitled")),
-      el("button", { type: "button", class: "quiet", label: "delete", on: { click: () => drop(other) } }, "✕"))));
+      el("button", { type: "button", class: "quiet name", "aria-current": other === chat && "true", title: other.title, "data-focus": other.id, on: { click: () => { store.select(other.id); lid.close(); focusByMouse(input); } } }, other.title || t("untitled")),
+      el("button", { type: "button", class: "quiet", label: "delete_chat_button", on: { click: () => drop(other) } }, "✕"))));
     const nodes = chat ? store.path(chat) : [];
     views.clear();
     log.replaceChildren(...(nodes.length ? nodes.map((node) => turn(chat, node)) : [welcome(chat)]));
     stopButton.hidden = !active();
     sendButton.hidden = Boolean(active());
-    log.scrollTop = log.scrollHeight;
+    lid.title(chat?.title || t("untitled"));
+    const end = `${chat?.id} ${chat?.current}`;
+    log.scrollTop = end === drawn ? place : log.scrollHeight;
+    drawn = end;
   }
 
   function welcome(chat) {
@@ -124,15 +138,22 @@ export function build(root) {
     view.update(running.has(node.key));
     const beside = store.children(chat, node.parent);
     const place = beside.indexOf(node);
-    const go = (step) => { chat.current = store.leaf(chat, beside[place + step].key); store.changed(); };
+    const go = (step) => {
+      const next = beside[place + step].key;
+      chat.current = store.leaf(chat, next);
+      store.changed();
+      views.get(next)?.root.scrollIntoView({ block: "nearest" });
+    };
+    const names = [`previous ${node.parent}`, `next ${node.parent}`];
     const branches = beside.length > 1 && el("span", { class: "branches" },
-      el("button", { type: "button", class: "quiet", label: "previous_branch", disabled: place === 0, on: { click: () => go(-1) } }, "‹"),
+      el("button", { type: "button", class: "quiet", label: "previous_branch", "data-focus": names[0], "data-instead": names[1], disabled: place === 0, on: { click: () => go(-1) } }, "‹"),
       `${place + 1} / ${beside.length}`,
-      el("button", { type: "button", class: "quiet", label: "next_branch", disabled: place === beside.length - 1, on: { click: () => go(1) } }, "›"));
+      el("button", { type: "button", class: "quiet", label: "next_branch", "data-focus": names[1], "data-instead": names[0], disabled: place === beside.length - 1, on: { click: () => go(1) } }, "›"));
+    const failed = node.error && !node.answer && !node.thought;
     view.root.append(el("div", { class: "actions" }, branches,
-      el("button", { type: "button", class: "quiet", i18n: "regenerate", disabled: running.has(node.key), on: { click: () => start(chat, node.parent, node.question) } }),
+      el("button", { type: "button", class: "quiet", i18n: failed ? "try_again" : "regenerate", disabled: running.has(node.key), on: { click: () => again(chat, node) } }),
       el("button", { type: "button", class: "quiet", i18n: "edit", on: { click: () => edit(node) } }),
-      el("button", { type: "button", class: "quiet", i18n: "copy", on: { click: () => copy(node.answer) } })));
+      el("button", { type: "button", class: "quiet", i18n: "copy", disabled: !node.answer && !running.has(node.key), on: { click: () => copy(node.answer) } })));
     return view.root;
   }
 
@@ -149,13 +170,14 @@ export function build(root) {
     try {
       const chat = store.current() ?? store.create();
       const text = await command(chat, chat.current, input.value.trim() || t("try_1"), sampling.values());
-      await openDialog("curl", () => [el("pre", { class: "command", tabindex: 0 }, text), el("button", { type: "button", i18n: "copy", on: { click: () => copy(text) } })]);
+      await showCommand(text);
     } catch (error) {
       toast(error.message, "error");
     }
   }
 
   draw();
+  if (document.activeElement === document.body) focusByMouse(input);
   const forget = store.onChange(draw);
-  return { leave: forget, relabel: draw };
+  return { leave: () => { forget(); removeEventListener("keydown", onEscape); }, relabel: draw };
 }

@@ -23,8 +23,6 @@ export function el(tag, props = {}, ...children) {
   return node;
 }
 
-export const svgNamespace = "http://www.w3.org/2000/svg";
-
 function translateOne(node) {
   if (node.dataset?.i18n) node.textContent = t(node.dataset.i18n);
   if (node.dataset?.i18nLabel) {
@@ -86,14 +84,46 @@ export async function copy(text) {
   toast(t("copied"));
 }
 
+/** The dialog that shows a command. */
+export function showCommand(text) {
+  return openDialog("curl", () => [el("pre", { class: "command", tabindex: 0 }, text),
+    el("div", { class: "row end" }, el("button", { type: "button", i18n: "copy", on: { click: () => copy(text) } }))]);
+}
+
+/** Run `redraw`; the focus stays on what has the same `data-focus` afterwards, or the same `data-instead`. */
+export function keepFocus(root, redraw) {
+  const held = root.contains(document.activeElement) ? document.activeElement.dataset : {};
+  redraw();
+  if (!held.focus) return;
+  const find = (name) => name && [...root.querySelectorAll("[data-focus]")].find((node) => node.dataset.focus === name && !node.disabled);
+  (find(held.focus) ?? find(held.instead))?.focus({ preventScroll: true });
+}
+
+/** Put the caret there, unless that would open a keyboard on the screen. */
+export function focusByMouse(input) {
+  if (matchMedia("(pointer: fine)").matches) input.focus();
+}
+
+/** The language for figures and dates: the browser's, where it is a kind of the chosen one. */
+function locale() {
+  const { lang } = document.documentElement;
+  return navigator.languages.find((name) => name.slice(0, 2) === lang.slice(0, 2)) ?? lang;
+}
+
 /** Bytes, for people. */
 export function size(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
   for (; bytes >= 1024 && unit < units.length - 1; unit++) bytes /= 1024;
-  return `${bytes >= 100 || unit === 0 ? Math.round(bytes) : bytes.toFixed(1)} ${units[unit]}`;
+  return `${number(bytes, bytes >= 100 || unit === 0 ? 0 : 1)} ${units[unit]}`;
 }
 
 export function number(value, digits = 0) {
-  return Number(value).toLocaleString(document.documentElement.lang, { maximumFractionDigits: digits });
+  if (value === null || value === undefined || Number.isNaN(Number(value))) return "–";
+  return Number(value).toLocaleString(locale(), { maximumFractionDigits: digits });
+}
+
+/** A point in time, given in seconds since 1970. */
+export function date(seconds) {
+  return new Date(seconds * 1000).toLocaleString(locale(), { dateStyle: "medium", timeStyle: "short" });
 }

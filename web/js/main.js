@@ -65,7 +65,7 @@ function isDark() {
 
 function askForSecret(again) {
   return openDialog("password", (close) => {
-    const input = el("input", { type: "password", label: "password", autocomplete: "current-password" });
+    const input = el("input", { type: "password", label: "password", autocomplete: "current-password", autofocus: true, required: true });
     return [el("form", { on: { submit: (event) => { event.preventDefault(); close(input.value); } } },
       el("p", { i18n: again ? "wrong_password" : "needs_password" }), input, el("p", { class: "muted", i18n: "password_text" }),
       el("div", { class: "row end" }, el("button", { type: "submit", class: "primary", i18n: "unlock" })))];

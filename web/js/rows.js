@@ -12,6 +12,7 @@ export class Rows {
     this.exact = null;
     this.numFinished = 0;
     this.firsts = new Float64Array(prompts.length);
+    this.lasts = new Float64Array(prompts.length);
     this.tokensPerPiece = tokensPerPiece;
     this.changed = new Set();
   }
@@ -22,7 +23,8 @@ export class Rows {
       const { index } = choice;
       const piece = choice.delta?.content ?? "";
       if (piece) {
-        if (!this.pieces[index]) this.firsts[index] = performance.now();
+        this.lasts[index] = performance.now();
+        if (!this.pieces[index]) this.firsts[index] = this.lasts[index];
         this.texts[index] += piece;
         this.pieces[index] += 1;
       }
@@ -51,9 +53,10 @@ export class Rows {
     return pieces * this.tokensPerPiece;
   }
 
+  /** Tokens a second of one row, from its first piece to its last; null before the second piece. */
   rate(index) {
-    const since = ((this.ended ?? performance.now()) - this.firsts[index]) / 1000;
-    return this.pieces[index] ? (this.pieces[index] * this.tokensPerPiece) / Math.max(since, 0.05) : 0;
+    const since = (this.lasts[index] - this.firsts[index]) / 1000;
+    return since > 0 ? ((this.pieces[index] - 1) * this.tokensPerPiece) / since : null;
   }
 
   /** One JSON object a line. */

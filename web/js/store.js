@@ -85,6 +85,12 @@ export function addNode(chat, parent, question) {
   return node;
 }
 
+/** Take a turn out that came to nothing and that nothing follows. */
+export function dropNode(chat, node) {
+  delete chat.nodes[node.key];
+  if (chat.current === node.key) chat.current = node.parent;
+}
+
 /** From the chat's beginning to `key`. */
 export function path(chat, key = chat.current) {
   const nodes = [];

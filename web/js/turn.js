@@ -6,13 +6,16 @@ import { t } from "./i18n.js";
 
 const END = "</think>";
 
+/** node key -> AbortController of all turns that run, whatever tab is open. */
+export const running = new Map();
+
 /** What is sent for a new turn below `parent`: the number of the kept node, and the prompt. */
 export async function prepare(chat, parent, question) {
   const messages = [{ role: "user", content: question }];
   let node = chat.nodes[parent];
   for (; node && node.idx === null; node = chat.nodes[node.parent]) {
-    if (node.answer) messages.unshift({ role: "assistant", content: node.answer });
-    messages.unshift({ role: "user", content: node.question });
+    if (!node.answer) continue; // what got no answer was not said
+    messages.unshift({ role: "user", content: node.question }, { role: "assistant", content: node.answer });
   }
   if (!node && !chat.base && chat.system) messages.unshift({ role: "system", content: chat.system });
   const { prompt } = await call("/apply_template", { body: { messages, enable_think: chat.think } });
@@ -29,13 +32,22 @@ export function split(text, think) {
 }
 
 /** Run one turn into `node`; `show` is called as text comes. Never raises: what went wrong stands in the node. */
-export async function run(chat, node, sampling, signal, show) {
+export async function run(chat, node, sampling, show) {
+  const controller = new AbortController();
+  const { signal } = controller;
+  running.set(node.key, controller);
   const began = performance.now();
   const think = chat.think;
   let first = null;
   let raw = "";
+  let pieces = 0;
+  let known = 0;
+  const stats = (generated, read) => ({ generated, read, cached: known, first: ((first ?? began) - began) / 1000,
+    rate: generated / Math.max((performance.now() - (first ?? began)) / 1000, 1e-3) });
   try {
-    const { known, ...prompt } = await prepare(chat, node.parent, node.question);
+    const { known: kept, ...prompt } = await prepare(chat, node.parent, node.question);
+    known = kept;
+    signal.throwIfAborted();
     const body = { ...prompt, ...sampling, stream: true, chunk_size: 1 };
     for await (const batch of events("/multi_state/chat/completions", body, signal)) {
       for (const event of batch) {
@@ -43,15 +55,16 @@ export async function run(chat, node, sampling, signal, show) {
           node.idx = event.dialogue_idx;
           continue;
         }
-        const piece = event.choices?.[0]?.delta?.content ?? "";
-        if (piece) first ??= performance.now();
-        raw += piece;
-        if (event.session) node.tokens = event.session.tokens;
-        if (event.usage) {
-          const seconds = (performance.now() - (first ?? began)) / 1000;
-          node.stats = { generated: event.usage.completion_tokens, read: event.usage.prompt_tokens, cached: known,
-            rate: event.usage.completion_tokens / Math.max(seconds, 1e-3), first: ((first ?? began) - began) / 1000 };
+        const choice = event.choices?.[0];
+        const piece = choice?.delta?.content ?? "";
+        if (piece) {
+          first ??= performance.now();
+          pieces += 1;
         }
+        raw += piece;
+        if (choice?.finish_reason) node.finish = choice.finish_reason;
+        if (event.session) node.tokens = event.session.tokens;
+        if (event.usage) node.stats = stats(event.usage.completion_tokens, event.usage.prompt_tokens);
       }
       Object.assign(node, split(raw, think));
       show();
@@ -59,7 +72,9 @@ export async function run(chat, node, sampling, signal, show) {
   } catch (error) {
     if (signal.aborted) node.stopped = true;
     else node.error = error.message || t("failed");
+    if (pieces) node.stats = { ...stats(pieces, null), estimated: true };
   }
+  running.delete(node.key);
   node.answer = node.answer.trimEnd();
   store.changed();
   show();
