@@ -41,8 +41,8 @@ from rwkv_batch.kernels.launch import Launcher
 from rwkv_batch.kernels.state_fill import StateFill
 from rwkv_batch.model.state import Snapshot, State
 from rwkv_batch.model.weights import DTYPES, ModelShape
-from rwkv_batch.plan import Plan, Row
 from rwkv_batch.request import Request, Sequence
+from rwkv_batch.scheduling.plan import Plan, Row
 from rwkv_batch.session_db import SessionDatabase
 from rwkv_batch.sessions import Answer, Delete, Fork, Session, Status
 from rwkv_batch.state_file import StateFile

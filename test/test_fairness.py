@@ -8,11 +8,11 @@ from itertools import count
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rwkv_batch.plan import PIECE
-from rwkv_batch.prefix_cache import BLOCK, MAX_WAITS, PrefixCache
-from rwkv_batch.scheduler import Scheduler
 
 from rwkv_batch.request import Request, Sequence
+from rwkv_batch.scheduling.plan import PIECE
+from rwkv_batch.scheduling.prefix_cache import BLOCK, MAX_WAITS, PrefixCache
+from rwkv_batch.scheduling.scheduler import Scheduler
 from sampling.params import SamplingParams
 
 LONG = 10_000  # tokens: no row of so many ends in a test

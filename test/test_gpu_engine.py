@@ -19,8 +19,8 @@ from rwkv_batch.model import weights as weights_module
 from rwkv_batch.model.reference_ops import Rows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
-from rwkv_batch.plan import Plan, Row
 from rwkv_batch.request import Request, Sequence
+from rwkv_batch.scheduling.plan import Plan, Row
 from sampling.params import SamplingParams
 
 pytestmark = pytest.mark.gpu

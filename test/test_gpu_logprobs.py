@@ -10,9 +10,9 @@ from rwkv_batch.engine.engine import Engine
 from rwkv_batch.model.reference_ops import Rows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
-from rwkv_batch.plan import SCORED_TOKENS
 from rwkv_batch.request import Request, TokenLogprob
-from rwkv_batch.scheduler import Scheduler
+from rwkv_batch.scheduling.plan import SCORED_TOKENS
+from rwkv_batch.scheduling.scheduler import Scheduler
 from sampling.params import SamplingParams
 
 pytestmark = pytest.mark.gpu

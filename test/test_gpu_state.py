@@ -14,9 +14,9 @@ from rwkv_batch.engine.engine_loop import Worker
 from rwkv_batch.errors import EngineFailed
 from rwkv_batch.model.state import Snapshot, State
 from rwkv_batch.model.weights import ModelShape
-from rwkv_batch.prefix_cache import PrefixCache
 from rwkv_batch.request import Request
-from rwkv_batch.scheduler import Scheduler
+from rwkv_batch.scheduling.prefix_cache import PrefixCache
+from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.session_db import SessionDatabase
 from rwkv_batch.sessions import Session, Status
 from rwkv_batch.state_file import StateFile

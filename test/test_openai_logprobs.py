@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from oracle import Oracle
 from test_worker import GREEDY, Harness
 
-from rwkv_batch import plan
 from rwkv_batch.engine import logprobs
-from rwkv_batch.plan import PromptQueue
 from rwkv_batch.request import Progress, Request, Sequence, TokenLogprob
+from rwkv_batch.scheduling import plan
+from rwkv_batch.scheduling.plan import PromptQueue
 
 TOLERANCE = 1e-4
 PROMPT = random.Random(0).choices(range(1, 256), k=83)

@@ -8,9 +8,9 @@ import torch
 from models import TINY
 from test_worker import GREEDY, Harness
 
-from rwkv_batch.prefix_cache import BLOCK, TAIL, PrefixCache
 from rwkv_batch.request import Request, Sequence
-from rwkv_batch.scheduler import Scheduler
+from rwkv_batch.scheduling.prefix_cache import BLOCK, TAIL, PrefixCache
+from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.sessions import Session
 from sampling.params import SamplingParams
 
@@ -195,7 +195,7 @@ def test_memory_is_bounded_and_the_least_used_goes_first():
 
 
 def test_nodes_are_bounded(monkeypatch):
-    monkeypatch.setattr("rwkv_batch.prefix_cache.MAX_NODES", 50)
+    monkeypatch.setattr("rwkv_batch.scheduling.prefix_cache.MAX_NODES", 50)
     cache, rng = PrefixCache(10_000, min_tokens=32), random.Random(7)
     for number in range(200):
         prompt = prompt_of(rng, 200) if number % 3 else [1] * 64 + prompt_of(rng, 100)

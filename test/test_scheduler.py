@@ -9,9 +9,9 @@ from collections import Counter, deque
 
 import pytest
 
-from rwkv_batch.plan import PIECE, Plan, Row
 from rwkv_batch.request import Request, Sequence
-from rwkv_batch.scheduler import Scheduler
+from rwkv_batch.scheduling.plan import PIECE, Plan, Row
+from rwkv_batch.scheduling.scheduler import Scheduler
 from sampling.params import SamplingParams
 
 NO_CONTROLS = SamplingParams()

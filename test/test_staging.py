@@ -13,7 +13,7 @@ from rwkv_batch.engine.staging import BUFFERS, Staging
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.request import Request
-from rwkv_batch.scheduler import Scheduler
+from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.sessions import Session
 from sampling.reference import ReferenceSampler
 

@@ -17,7 +17,7 @@ from rwkv_batch.errors import Overloaded, Unavailable
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import Snapshot, State
 from rwkv_batch.request import Failure, Request
-from rwkv_batch.scheduler import Scheduler
+from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.sessions import Kept, Session
 from sampling.params import SamplingParams
 from sampling.reference import ReferenceSampler

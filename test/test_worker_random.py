@@ -12,9 +12,9 @@ from rwkv_batch import tokenizer
 from rwkv_batch.engine.engine import Step, Token
 from rwkv_batch.engine.engine_loop import Worker
 from rwkv_batch.errors import Conflict
-from rwkv_batch.prefix_cache import PrefixCache
 from rwkv_batch.request import Failure, Request
-from rwkv_batch.scheduler import Scheduler
+from rwkv_batch.scheduling.prefix_cache import PrefixCache
+from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.sessions import Kept, Session
 from sampling.params import SamplingParams
 

@@ -32,10 +32,10 @@ from rwkv_batch.model.reference_ops import Rows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weights import DTYPES, HEAD_SIZE, ModelShape
-from rwkv_batch.plan import SCORED_TOKENS
-from rwkv_batch.prefix_cache import PrefixCache
 from rwkv_batch.request import Failure, Progress
-from rwkv_batch.scheduler import Scheduler
+from rwkv_batch.scheduling.plan import SCORED_TOKENS
+from rwkv_batch.scheduling.prefix_cache import PrefixCache
+from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.session_db import SessionDatabase
 from rwkv_batch.state_file import StateFile
 from rwkv_batch.tokenizer import Tokenizer, for_vocab

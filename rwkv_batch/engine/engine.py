@@ -18,8 +18,8 @@ from rwkv_batch.errors import Unavailable
 from rwkv_batch.model.reference_ops import Rows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import Snapshot, State
-from rwkv_batch.plan import Plan, Row
 from rwkv_batch.request import Sequence, TokenLogprob
+from rwkv_batch.scheduling.plan import Plan, Row
 from sampling.base import Sampled, Sampler
 from sampling.reference import report_logprobs
 

@@ -21,9 +21,9 @@ import msgspec
 from rwkv_batch.engine.engine import Engine, Step
 from rwkv_batch.errors import Conflict, EngineFailed, InvalidRequest, Overloaded, RwkvBatchError, Unavailable
 from rwkv_batch.model.state import Snapshot
-from rwkv_batch.plan import Plan, Row
 from rwkv_batch.request import Delta, Failure, Finish, Progress, PromptScore, Reason, Request, Sequence, TokenLogprob
-from rwkv_batch.scheduler import Scheduler
+from rwkv_batch.scheduling.plan import Plan, Row
+from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.sessions import Action, Answer, Deleted, Kept, Page
 from rwkv_batch.text_stream import Stops, TextStream
 from rwkv_batch.tokenizer import Tokenizer

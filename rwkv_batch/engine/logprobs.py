@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_batch.plan import Row
 from rwkv_batch.request import Sequence, TokenLogprob
+from rwkv_batch.scheduling.plan import Row
 from sampling.base import Sampled
 
 ROWS_AT_ONCE = 64  # of logits, in one softmax

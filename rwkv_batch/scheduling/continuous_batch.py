@@ -1,7 +1,7 @@
 """The continuous loop: each free slot takes the next waiting row."""
 
-from rwkv_batch.plan import Batch
 from rwkv_batch.request import Sequence
+from rwkv_batch.scheduling.plan import Batch
 
 
 class ContinuousBatch(Batch):

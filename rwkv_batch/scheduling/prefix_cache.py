@@ -21,8 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rwkv_batch.plan import PIECE
 from rwkv_batch.request import Sequence
+from rwkv_batch.scheduling.plan import PIECE
 
 BLOCK = PIECE  # tokens
 TAIL = 16  # tokens fed after the last state: products over fewer rows are summed in another order

@@ -10,11 +10,11 @@ always have a row in the next plan.
 
 from collections import deque
 
-from rwkv_batch.continuous_batch import ContinuousBatch
-from rwkv_batch.plan import Batch, FreeSlots, Plan, PromptQueue, Row
-from rwkv_batch.prefix_cache import PrefixCache
 from rwkv_batch.request import Request, Sequence
-from rwkv_batch.sync_batch import SyncBatch
+from rwkv_batch.scheduling.continuous_batch import ContinuousBatch
+from rwkv_batch.scheduling.plan import Batch, FreeSlots, Plan, PromptQueue, Row
+from rwkv_batch.scheduling.prefix_cache import PrefixCache
+from rwkv_batch.scheduling.sync_batch import SyncBatch
 
 
 class Scheduler:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from rwkv_batch.plan import Batch
 from rwkv_batch.request import Sequence
+from rwkv_batch.scheduling.plan import Batch
 
 
 class SyncBatch(Batch):
