@@ -55,6 +55,7 @@ HTTP_STOP_SECONDS = 3.0  # from the order to stop until a process is killed
 MAX_FAILED_STARTS = 5
 RETRY_SECONDS = 1.0  # until a process is tried again that this machine had no room for
 MAX_PAUSE = 30.0  # until an HTTP process that failed to start is started again
+MEET_SECONDS = 5.0  # that a new HTTP process gives an engine that is there to show itself
 BEAT_SECONDS = 0.5  # between two signs of life of a child
 TICK_SECONDS = 0.25  # a longer turn of the supervisor counts as so much: it slept itself, and the children perhaps with it
 STACKS_SECONDS = 1.0  # that a silent child gets to say where it hangs
@@ -69,6 +70,7 @@ class Birth(msgspec.Struct):
     folder: str
     index: int
     parent: int
+    engine_ready: bool
 
 
 # --- the supervisor ---
@@ -77,7 +79,7 @@ class Birth(msgspec.Struct):
 class Child:
     """One process and the socket to it."""
 
-    def __init__(self, role: str, index: int, config: Config, folder: Path):
+    def __init__(self, role: str, index: int, config: Config, folder: Path, engine_ready: bool = False):
         self.role = role
         self.index = index
         self.ready = False
@@ -99,7 +101,7 @@ class Child:
                 self.socket.close()
                 raise
         with contextlib.suppress(OSError):  # it has ended already: the next turn finds it dead
-            self.socket.sendall(msgspec.json.encode(Birth(config, str(folder), index, os.getpid())) + b"\n")
+            self.socket.sendall(msgspec.json.encode(Birth(config, str(folder), index, os.getpid(), engine_ready)) + b"\n")
         self.socket.setblocking(False)
 
     @property
@@ -239,7 +241,8 @@ class Supervisor:
 
     def start(self, role: str, index: int) -> None:
         """Start one process."""
-        child = Child(role, index, self.config, self.folder)
+        engine_ready = any(child.role == "engine" and child.ready for child in self.children)
+        child = Child(role, index, self.config, self.folder, engine_ready)
         self.children.append(child)
         self.selector.register(child.socket, selectors.EVENT_READ)
 
@@ -648,7 +651,6 @@ def http_main(control: Control, config: Config, folder: Path) -> int:
         try:
             restore = narrow_affinity(control.birth.index, config.pin_http)
             tune_listener(config)
-            client.start()
             loop = asyncio.get_running_loop()
             loop.call_later(0.5, restore)  # the pool has its size by then
             loop.call_later(0.05, control.report, "ready")
@@ -662,6 +664,10 @@ def http_main(control: Control, config: Config, folder: Path) -> int:
     register(app, site)
     app.startup_handler(up)
     control.listen({"drain": drain, "stop": stop})
+    client.start()
+    deadline = time.monotonic() + (MEET_SECONDS if control.birth.engine_ready else 0.0)
+    while (client.phase == "lost" or site.tokenizer is None) and time.monotonic() < deadline:
+        time.sleep(0.005)  # who listens before would refuse what its neighbours answer
     app.start(config.host or "127.0.0.1", config.port, _check_port=False)
     return 1
 

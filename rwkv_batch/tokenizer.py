@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import time
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import ahocorasick_rs
@@ -36,8 +36,14 @@ class Tokenizer:
         self.token_bytes = token_bytes
         self.vocab_size = len(token_bytes)
         self.fingerprint = fingerprint
-        self._ids = {data: token for token, data in enumerate(token_bytes) if data}
-        self._lengths = _lengths_by_start(self._ids)
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {data: token for token, data in enumerate(self.token_bytes) if data}
+
+    @cached_property
+    def _lengths(self) -> dict[bytes, list[int]]:
+        return _lengths_by_start(self._ids)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; InvalidRequest if it holds lone surrogates or a character that has no token."""

@@ -174,6 +174,12 @@ MALFORMED = b"Transfer-Encoding: chunked\r\n\r\nZZZ\r\n"
 def test_a_chunked_body_that_aborts_robyn_costs_one_http_process(folder):
     with ServerProcess(*FRESH, folder=folder) as server:
         engine = server.children("engine")
+
+        def both_serve() -> bool:
+            statuses = {server.post(GOOD)[0] for _ in range(10)}
+            assert statuses == {200}  # the new one listens once it knows the engine, and refuses nobody
+            return server.all_ready(2)
+
         for body in (TRAILER, MALFORMED):
             before = set(server.children("http"))
             with socket.create_connection((server.host, server.port)) as connection:
@@ -183,7 +189,7 @@ def test_a_chunked_body_that_aborts_robyn_costs_one_http_process(folder):
                     connection.recv(100)
             began = time.monotonic()
             wait_until(lambda: len(set(server.children("http")) - before) == 1, 1.0, "a new process")  # noqa: B023
-            wait_until(lambda: server.all_ready(2), 2.0, "serving again")
+            wait_until(both_serve, 2.0, "serving again")
             print(f"both processes serve again after {time.monotonic() - began:.2f} s")
             assert len(before & set(server.children("http"))) == 1
             assert serves(server)
@@ -191,7 +197,7 @@ def test_a_chunked_body_that_aborts_robyn_costs_one_http_process(folder):
         page = server.get("/metrics")[1]
         assert 'rwkv_batch:process_ends_total{how="SIGABRT",role="http"} 2.0' in page
         totals = [line for line in page.splitlines() if line.startswith("rwkv_batch:request_success_total")]
-        assert sum(float(line.split()[-1]) for line in totals) == 2
+        assert sum(float(line.split()[-1]) for line in totals) >= 20
         (run_folder,) = server.run_folder.iterdir()
         assert len(list((run_folder / "metrics").iterdir())) == 3 * 4  # two HTTP processes, engine, supervisor
 
