@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import fcntl
+import http.client
 import json
 import os
 import re
@@ -240,20 +241,19 @@ def test_killed_engine_gives_typed_errors_then_serves_again(folder):
         assert "Traceback" not in server.output
 
 
-def test_killed_engine_fails_long_plain_answers_inside_the_body(folder):
+def test_killed_engine_cuts_long_plain_answers_off(folder):
     with ServerProcess(*FRESH, "--http-workers", "1", folder=folder, step_ms=20) as server:
 
-        async def scenario() -> bytes:
+        async def scenario() -> None:
             body = {"contents": ["a"], "max_tokens": 1000}
             async with await open_stream("127.0.0.1", server.port, CHAT, body) as stream:
                 assert stream.status == 200
                 await asyncio.sleep(0.4)
                 os.kill(server.children("engine")[0], signal.SIGKILL)
-                return await stream.read()
+                with pytest.raises((OSError, asyncio.IncompleteReadError)):
+                    await stream.read()
 
-        body = asyncio.run(scenario())
-        assert body.startswith(b" ")
-        assert json.loads(body)["error"].startswith("the engine was lost")
+        asyncio.run(scenario())
 
 
 def test_killed_supervisor_takes_everything_with_it(folder):
@@ -333,8 +333,8 @@ def test_a_hung_step_ends_the_engine_which_comes_back(folder):
         assert serves(server)
         assert serves(server)
         began = time.monotonic()
-        status, answer, _ = server.request("POST", CHAT, {"contents": ["a"], "max_tokens": 100})
-        assert answer["error"].startswith("the engine was lost"), (status, answer)
+        with pytest.raises((OSError, http.client.HTTPException)):  # it was answering for longer than a second
+            server.request("POST", CHAT, {"contents": ["a"], "max_tokens": 100})
         assert time.monotonic() - began < 5 * PATIENCE
         wait_until(lambda: serves(server), 5.0, "serving again")
         assert "the engine hangs and ends" in server.output
