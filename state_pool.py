@@ -512,7 +512,7 @@ class StatePool:
             self._database.tidy(waiting=bool(self._jobs), idle=not woken)
             if not woken:
                 with contextlib.suppress(RwkvBatchError):  # logged; there is time for another try
-                    self._database.forget_responses()
+                    self._database.clean_up()
         self._flush_due(None)
         self._database.tidy(waiting=False, idle=True)
         self._database.close()

@@ -201,6 +201,7 @@ class SessionDatabase:
         self._schema = len(MIGRATIONS)  # of the open file
         self._reference: dict[str, Listed] = {}  # sessions that are in rwkv_lightning's table and not in ours
         self._reserve_bytes = 0
+        self._to_clear = False
         self._written = 0  # bytes of states since the log was copied back
         self._began = time.time() - time.monotonic()
 
@@ -344,10 +345,11 @@ class SessionDatabase:
     def delete(self, namespace: str, name: str, *, prefix: bool) -> set[str]:
         """Forget a session, and with `prefix` all "name:…"; return the names of those that were there.
 
-        On a full disk the bytes of their states stay where they are until the next states are written over them.
+        On a full disk the bytes of their states stay where they are until there is room to clear them.
         """
         if not self._open(create=False):
             return set()
+        self._to_clear = True  # older versions of them may be among the states that are free
         try:
             return self._delete(namespace, name, prefix, bytes_too=True)
         except StorageFailed:
@@ -399,10 +401,11 @@ class SessionDatabase:
         with self._transaction() as connection:
             self._set_version(connection, turn, Bytes(record.state, record.num_bytes, record.seal), origin)
 
-    def forget_responses(self) -> None:
-        """Delete some of the responses that are too old, bytes and all."""
+    def clean_up(self) -> None:
+        """Delete some of the responses that are too old, and some of the bytes that deleted sessions have left."""
         if self._connection is None or self._read_only:
             return
+        self._clear_spare()
         query = "SELECT DISTINCT namespace FROM kept_sessions WHERE response AND updated <= ?"
         for (namespace,) in self._rows(query, (self.now() - self.response_seconds,)):
             with self._transaction() as connection:
@@ -453,6 +456,17 @@ class SessionDatabase:
                     os.posix_fallocate(file.fileno(), 0, max(1, min(RESERVE_BYTES, self._free_bytes() // RESERVE_SHARE)))
         with contextlib.suppress(OSError):
             self._reserve_bytes = self._reserve.stat().st_size
+
+    def _clear_spare(self) -> None:
+        if self._to_clear:
+            self._to_clear = False
+            with self._transaction() as connection:
+                spare = connection.execute("SELECT state FROM kept_spare LIMIT ?", (FORGET_AT_ONCE,)).fetchall()
+                for (state,) in spare:
+                    connection.execute("DELETE FROM kept_spare WHERE state = ?", (state,))
+                    if not self._is_used(connection, state):
+                        self._drop_state(connection, state)
+            self._to_clear = bool(spare)
 
     def _shorten_log(self) -> None:
         """Give the room of the write-ahead log back, if the disk has room for the pages that only stand there."""
@@ -710,7 +724,7 @@ class SessionDatabase:
         Reads all but the states, which carry checksums.
         """
         schema = {row[0]: row[1] for row in connection.execute("SELECT name, sql FROM sqlite_master")}
-        changed = [name for name, sql in _schema_of(self._schema).items() if schema.get(name, 0) != sql]
+        changed = [name for name, sql in _schema_of(self._schema).items() if name not in schema or _plain(schema[name]) != sql]
         if changed:
             raise sqlite3.DatabaseError(f"the definition of {changed[0]} is damaged")
         for table in TABLES:
@@ -744,13 +758,18 @@ _REFERENCE_TIME = (  # a number, or as SQLite and Python write a time
 
 
 @lru_cache
-def _schema_of(version: int) -> dict[str, str | None]:
+def _schema_of(version: int) -> dict[str, str]:
     """The definitions in a new file of this schema, by name."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         connection.create_function("checksum_of", -1, checksum_of, deterministic=True)
         for script in MIGRATIONS[:version]:
             connection.executescript(script)
-        return dict(connection.execute("SELECT name, sql FROM sqlite_master"))
+        return {name: _plain(sql) for name, sql in connection.execute("SELECT name, sql FROM sqlite_master")}
+
+
+def _plain(sql: str | None) -> str:
+    """A definition without what versions of SQLite may write in another way."""
+    return "".join((sql or "").split()).lower()
 
 
 def _damaged(name: str | None = None) -> Unprocessable:

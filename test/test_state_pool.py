@@ -769,6 +769,27 @@ def test_a_session_that_could_not_be_deleted_is_as_it_was(path, monkeypatch):
         assert pool.lease(key="k").replay is not None
 
 
+def test_nothing_of_a_deleted_session_is_left_in_its_files(path, monkeypatch):
+    monkeypatch.setattr("state_pool.IDLE_SECONDS", 0.02)
+    with Pool(path) as pool:
+        for seed in range(5):
+            pool.turn("the name", snapshot(seed), key="the key")
+            pool.turn("other", snapshot(10 + seed))
+
+        def left() -> list[bool]:
+            data = b"".join(file.read_bytes() for file in path.parent.glob(f"{path.name}*"))
+            states = (snapshot(seed).wkv.numpy().tobytes() for seed in range(5))
+            return [text in data for text in (b"the name", b"the key", *(state[5000:5064] for state in states))]
+
+        assert left().count(True) >= 4
+        assert pool.order(Delete(name="the name")).found
+        until = time.monotonic() + 60
+        while any(left()):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        assert same(pool.state("other"), snapshot(14))
+
+
 def test_nothing_of_a_deleted_dialogue_is_answered_again(path):
     with Pool(path) as pool:
         pool.turn("d:x", snapshot(1), key="k")
