@@ -130,7 +130,9 @@ class Config:
         None, "http", "header that names the session of an OpenAI chat; its messages are then the new ones only"
     )
     cors_origins: str | None = setting(
-        None, "http", "origins whose pages may call, separated by commas; * = all; default: all with a password, see README"
+        None,
+        "http",
+        "origins whose pages may call, separated by commas; * = all; default: all with a password, see docs/",
     )
     allowed_hosts: str | None = setting(
         None, "http", "names by which this server may be called, beside addresses and its own, separated by commas; * = any"

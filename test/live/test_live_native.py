@@ -5,7 +5,6 @@ import http.server
 import itertools
 import json
 import os
-import re
 import shutil
 import subprocess
 import threading
@@ -528,35 +527,6 @@ def test_the_script_of_curls(access, request):
     if access == "locked_scripted":
         assert run(PASSWORD="wrong").returncode == 1
         assert run(BASE_URL="http://127.0.0.1:1").returncode == 2
-
-
-def curls_of_the_readme() -> list[str]:
-    """Its commands that begin with curl, each as one."""
-    commands, begun = [], ""
-    for block in re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL):
-        for line in block.splitlines():
-            if begun or line.startswith("curl "):
-                begun += line + "\n"
-                if begun.count("'") % 2 == 0:
-                    commands.append(begun.strip())
-                    begun = ""
-    return commands
-
-
-def test_every_curl_of_the_readme(locked_scripted, tmp_path):
-    """One after another, in its order; those that say nothing of a password are refused where one is set."""
-    if not shutil.which("curl"):
-        pytest.skip("curl is not installed")
-    commands = curls_of_the_readme()
-    assert len(commands) > 25
-    for command in commands:
-        here = re.sub(r"(localhost|127\.0\.0\.1):8000", f"127.0.0.1:{locked_scripted.port}", command)
-        asked = here.replace("curl ", "curl -sS -w '\\n%{http_code}' ", 1)
-        done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, cwd=tmp_path)
-        *answer, status = done.stdout.splitlines() or [""]
-        known = PASSWORD in command or "/translate/" in command
-        assert status == ("200" if known else "401"), (command, answer, done.stderr)
-        assert not any(line.startswith(('{"error"', 'data: {"error"')) for line in answer) or not known, (command, answer)
 
 
 class ShowsMarks(http.server.BaseHTTPRequestHandler):

@@ -1,0 +1,100 @@
+"""The README and the pages of docs/: what they name is there, and what is generated is current."""
+
+import re
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from rwkv_batch.config import Config
+from rwkv_batch.config_page import page
+
+ROOT = Path(__file__).parent.parent
+READMES = sorted(ROOT.glob("README*.md"))
+PAGES = [*READMES, *sorted((ROOT / "docs").glob("*.md"))]
+OF_TODAY = [path for path in PAGES if path.name != "changes.md"]  # which tells of flags and files as they were
+OTHER_FLAGS = {"--help", "--config", "--version", "--model"}
+OF_OTHER_PROGRAMS = {"deployment.md"}
+BLOCK = re.DOTALL | re.MULTILINE
+EXTENSIONS = "py|sh|json|txt|md|cu|cuh|hip|h|js|conf|cfg|toml|db"
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def names_in(path: Path) -> list[str]:
+    """What stands between backticks, outside of blocks of code."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text_of(path), flags=re.DOTALL))
+
+
+@cache
+def file_names() -> set[str]:
+    """Names of all files of the project, without folders."""
+    folders = [folder for folder in ROOT.iterdir() if folder.is_dir() and folder.name[0] != "."]
+    paths = (path for folder in (ROOT, *folders) for path in (folder.glob if folder == ROOT else folder.rglob)("*"))
+    return {path.name for path in paths}
+
+
+@pytest.mark.parametrize("path", OF_TODAY, ids=lambda path: path.name)
+def test_settings(path):
+    known = OTHER_FLAGS | {f"--{no}{field.name.replace('_', '-')}" for field in fields(Config) for no in ("", "no-")}
+    named = {flag for name in names_in(path) for flag in re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", name)}
+    if path.name not in OF_OTHER_PROGRAMS:
+        assert named <= known
+
+
+@pytest.mark.parametrize("path", OF_TODAY, ids=lambda path: path.name)
+def test_files(path):
+    names = names_in(path)
+    paths = {name for name in names if re.fullmatch(rf"[\w.][\w./-]*/([\w.-]+\.({EXTENSIONS}))?", name)}
+    modules = {name for name in names if re.fullmatch(r"\w+\.(py|cu|cuh|hip)", name)}
+    assert not {name for name in paths if not (ROOT / name).exists()}
+    assert modules <= file_names()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links(path):
+    """Each leads to a file that is there, and to a heading that it has."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(path)):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        assert file.exists(), target
+        if anchor:
+            assert anchor in {anchor_of(line) for line in text_of(file).splitlines() if line.startswith("#")}, target
+
+
+def anchor_of(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
+def test_readme(path):
+    text = text_of(path)
+    assert len(text.splitlines()) <= 200
+    assert {file.name for file in (ROOT / "docs").glob("*.md")} <= set(re.findall(r"\(docs/([\w-]+\.md)", text))
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
+def test_the_tree_of_the_readme(path):
+    """Each line names what is there, and every folder that is not hidden has one."""
+    block = next(block for block in re.findall(r"^```\w*\n(.*?)^```", text_of(path), BLOCK) if "rwkv_batch/ " in block)
+    parent, shown = "", set()
+    for line in block.splitlines():
+        inner = line.startswith("  ")
+        for name in re.findall(r"[\w.]+/?", re.split(r"\s{3,}", line.strip())[0]):
+            parent = parent if inner else name
+            assert (ROOT / (parent if inner else "") / name).exists(), line
+            shown.add(name.rstrip("/"))
+    tracked = {"scheduling", "engine", "model", "kernels", "sampling", "cuda", "hip", "routes", "web", "bench", "test", "docs"}
+    assert tracked <= shown
+
+
+def test_configuration_is_current():
+    assert text_of(ROOT / "docs" / "configuration.md") == page() + "\n", (
+        "run: python -m rwkv_batch.config_page > docs/configuration.md"
+    )
