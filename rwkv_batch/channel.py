@@ -148,7 +148,7 @@ class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
 
 
 class Live(msgspec.Struct, array_like=True):
-    """A request that runs or waits. `created` is epoch seconds, `tokens` counts what was delivered."""
+    """A request that runs or waits. `created` is epoch seconds, `tokens` counts what was sampled."""
 
     id: str
     endpoint: str
@@ -256,6 +256,9 @@ class Worker(Protocol):
 
     def drain(self) -> None:
         """Refuse new requests."""
+
+    def undelivered(self) -> dict[str, int]:
+        """Tokens that requests have sampled and not delivered yet, by their ids."""
 
     def stats(self) -> dict[str, int | float]:
         """Figures for /stats and /metrics."""
@@ -406,7 +409,9 @@ class EngineServer:
             found = [live for _, live in self._live.values() if matches(message, live)]
             for live in found if message.stop else ():
                 self._stop(live.id)
-            self._send(owner, Found(message.question, found))
+            waiting = self.worker.undelivered() if self.worker is not None else {}
+            told = [msgspec.structs.replace(live, tokens=live.tokens + waiting.get(live.id, 0)) for live in found]
+            self._send(owner, Found(message.question, told))
         elif isinstance(message, Manage):
             self._manage(owner, message)
         elif isinstance(message, Submit):

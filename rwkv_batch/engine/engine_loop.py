@@ -219,6 +219,13 @@ class Worker:
         self._stopping = True
         self._inbox.put(None)
 
+    def undelivered(self) -> dict[str, int]:
+        """Tokens that requests have sampled and not delivered yet, by their ids."""
+        found: dict[str, int] = defaultdict(int)
+        for row in list(self._rows.values()):
+            found[row.ongoing.request.id] += row.num_gathered
+        return found
+
     def stats(self) -> dict[str, int | float]:
         """Figures of this moment."""
         return {

@@ -129,6 +129,14 @@ class FakeWorker:
         self._stopping = True
         self._wake.set()
 
+    def undelivered(self) -> dict[str, int]:
+        """Tokens that requests have sampled and not delivered yet, by their ids."""
+        found: dict[str, int] = collections.defaultdict(int)
+        with self._lock:
+            for row in self._running:
+                found[row.run.request.id] += len(row.gathered)
+        return found
+
     def stats(self) -> dict[str, int | float]:
         """Figures for /stats and /metrics."""
         with self._lock:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import socket
+import threading
 import time
 from urllib.parse import quote
 
@@ -319,6 +320,25 @@ def test_models_health_stats(server):
     assert server.get("/readyz")[0] == 200
     assert server.get("/")[1]["name"] == "rwkv_batch"
     assert server.get("/stats")[1]["engine"]["slots"] == 320
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_status_shows_how_far_a_request_is(server, stream):
+    """Also of one whose text comes at its end, and under the id that its caller gave it."""
+    given_id = f"mine-{stream}"
+
+    def mine() -> list[dict]:
+        requests = server.get("/v1/server/status")[1]["active_requests"]
+        return [request for request in requests if request["given_id"] == given_id]
+
+    body = {"contents": ["a", "b"], "max_tokens": 100_000, "stream": stream, "chunk_size": 100_000}
+    thread = threading.Thread(target=server.post, args=(body,), kwargs={"headers": {"X-Request-Id": given_id}})
+    thread.start()
+    try:
+        wait_until(lambda: mine() and mine()[0]["generated_tokens"] > 10, 5, "some tokens")
+    finally:
+        server.post({"request_id": given_id}, "/v1/server/stop")
+        thread.join()
 
 
 def test_metrics_add_up_over_processes(server):
