@@ -324,8 +324,13 @@ class StatePool:
 
     def _check_promise(self) -> None:
         """Refuse what would be said to be on disk within `relaxed_seconds` while the disk refuses such states."""
-        if self._refused is not None and self.durability == "relaxed":
+        if self._refused is None or self.durability != "relaxed":
+            return
+        with self._lock:
+            waiting = any(held.due is not None for held in self._iter_held())
+        if waiting:
             raise StorageFailed(f"earlier turns still wait for the disk: {self._refused}")
+        self._refused = None  # they were deleted
 
     def _check_open(self) -> None:
         if self._closing:

@@ -695,6 +695,22 @@ def test_relaxed_turns_are_not_acknowledged_while_the_disk_refuses_earlier_ones(
         assert same(pool.state("s"), snapshot(2))
 
 
+def test_relaxed_turns_go_on_when_what_the_disk_refused_was_deleted(path, monkeypatch):
+    monkeypatch.setattr("state_pool.RETRY_SECONDS", 60)
+    with Pool(path, durability="relaxed", relaxed_seconds=0.02) as pool:
+        with monkeypatch.context() as patch:
+            fail_writes(patch, pool)
+            pool.turn("s", snapshot(1))
+            until = time.monotonic() + 60
+            while not pool.pool.stats()["state_commit_failures_total"]:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        with pytest.raises(StorageFailed):
+            pool.lease("t")
+        assert pool.order(Delete(name="s")).found
+        assert pool.turn("t", snapshot(2)).version == 1
+
+
 @pytest.mark.parametrize("durability", ["relaxed", "shutdown"])
 def test_what_the_end_could_not_write_is_told(path, durability, monkeypatch, caplog):
     pool = Pool(path, durability=durability, relaxed_seconds=60)

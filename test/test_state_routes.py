@@ -10,6 +10,7 @@ import pytest
 import quiet_robyn  # noqa: F401
 
 from routes import state
+from routes.openai_responses import ResponseBody
 from routes.reply import Call, Plain
 from routes.schemas import validate
 from rwkv_batch.config import Config
@@ -279,3 +280,11 @@ def test_a_full_folder_for_files_in_transit_is_told(tmp_path, monkeypatch):
     with pytest.raises(StorageFailed, match="No space left"):
         order(state.import_file, PAGE, {"session_id": "s"}, tmp_path, b"a state")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_states_of_responses_are_kept_as_such_and_listed_when_wanted():
+    assert request_of(ResponseBody, input="hi").session.response
+    following = request_of(ResponseBody, input="hi", previous_response_id="resp_1").session
+    assert (following.name, following.response) == ("resp_1", True)
+    assert request_of(ResponseBody, input="hi", store=False).session is None
+    assert order(state.status, PAGE, {"responses": True})[1].orders == [Status(responses=True)]
