@@ -11,7 +11,7 @@ from rwkv_batch.engine import build
 from rwkv_batch.engine.build import MIB
 from rwkv_batch.engine.decode_graphs import buckets_for
 from rwkv_batch.errors import CheckpointError, UsageError
-from rwkv_batch.kernels import ops, self_check
+from rwkv_batch.kernels import layer_kernels, self_check
 from rwkv_batch.model.reference_ops import Rows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
@@ -126,7 +126,7 @@ def test_a_cpu_feeds_prompts_in_smaller_parts_beside_rows_that_decode(tiny_check
 
 
 def test_planes_are_put_back_in_order():
-    planes = torch.arange(6)[list(ops.PLANES)]
+    planes = torch.arange(6)[list(layer_kernels.PLANES)]
     assert planes[self_check.ORDER].tolist() == list(range(6))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rwkv_batch.kernels.gemm import Plan
+from rwkv_batch.kernels.gemm import TileConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -57,23 +57,23 @@ def test_values(gemm, M, K, transposed):
 
 
 @pytest.mark.parametrize("n", [1, 5, 8, 9, 16])
-def test_marks(gemm, n):
+def test_active_mask(gemm, n):
     """Which columns are not all zeros, also where squares of the smallest sums round to zero."""
     matrix = gemm.prepare(random(8256, 512))
     x = random(n, 512, scale=512**-0.5 / 1000) * (torch.rand(n, 1, device="cuda") < 0.6)
     x[0] = 0
-    plans = [Plan(height, 8 if n <= 8 else 16, 1, 4, clusters) for height in (64, 128) for clusters in (129, 20)]
-    expected = multiply(gemm, x, matrix, relu_square=True, plan=plans[0])
-    for plan in plans:
-        marks = torch.full((258,), -1, dtype=torch.int32, device="cuda")
-        out = multiply(gemm, x, matrix, relu_square=True, plan=plan, marks=marks)
-        bits = marks[:, None] >> torch.arange(32, device="cuda") & 1
-        assert torch.equal(bits.flatten().bool(), (out != 0).any(0)), plan
-        assert torch.equal(out, expected), plan
-    with pytest.raises(ValueError, match="marks"):
-        multiply(gemm, x, matrix, marks=marks[:5])
-    with pytest.raises(ValueError, match="marks"):
-        multiply(gemm, x, matrix, plan=plans[0]._replace(split=2), marks=marks)
+    configs = [TileConfig(height, 8 if n <= 8 else 16, 1, 4, clusters) for height in (64, 128) for clusters in (129, 20)]
+    expected = multiply(gemm, x, matrix, relu_square=True, config=configs[0])
+    for config in configs:
+        active_mask = torch.full((258,), -1, dtype=torch.int32, device="cuda")
+        out = multiply(gemm, x, matrix, relu_square=True, config=config, active_mask=active_mask)
+        bits = active_mask[:, None] >> torch.arange(32, device="cuda") & 1
+        assert torch.equal(bits.flatten().bool(), (out != 0).any(0)), config
+        assert torch.equal(out, expected), config
+    with pytest.raises(ValueError, match="active_mask"):
+        multiply(gemm, x, matrix, active_mask=active_mask[:5])
+    with pytest.raises(ValueError, match="active_mask"):
+        multiply(gemm, x, matrix, config=configs[0]._replace(split=2), active_mask=active_mask)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -90,9 +90,9 @@ def test_stacked(gemm, transposed):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_every_plan(gemm, transposed):
+def test_every_config(gemm, transposed):
     """Any cut gives the same product."""
-    from rwkv_batch.kernels.gemm import TILES, Plan
+    from rwkv_batch.kernels.gemm import TILES, TileConfig
 
     torch.manual_seed(2)
     M, K, n = 448, 1088, 150
@@ -104,8 +104,8 @@ def test_every_plan(gemm, transposed):
         for tile in tiles:
             for split in (1, 2, 4, 8):
                 for stages, clusters in ((3, 1), (3, 3), (4, 100)):
-                    plan = Plan(height, tile, split, stages, clusters)
-                    assert relative_error(multiply(gemm, x, matrix, plan=plan), reference) < 4e-4, plan
+                    config = TileConfig(height, tile, split, stages, clusters)
+                    assert relative_error(multiply(gemm, x, matrix, config=config), reference) < 4e-4, config
 
 
 def test_relu_square_saturates(gemm):
@@ -127,7 +127,7 @@ def test_a_row_depends_on_itself_alone(gemm, M, K):
         x = random(n, K, scale=K**-0.5)
         x[n // 2] = row
         out = multiply(gemm, x, matrix)[n // 2]
-        assert torch.equal(out, expected.setdefault(gemm.plan(n, matrix).split, out)), n
+        assert torch.equal(out, expected.setdefault(gemm.tile_config(n, matrix).split, out)), n
         for position in (0, n // 3, n - 1):
             x = torch.full((n, K), torch.nan, dtype=torch.float16, device="cuda")
             x[position] = row
@@ -213,20 +213,20 @@ def test_project(gemm, width, ranks):
     """r, k, v and the first halves of the low-rank pairs in one launch, in every way that is offered."""
     torch.manual_seed(width)
     weight, down = random(3, width, width), random(sum(ranks), width)
-    matrix, pairs = gemm.prepare(weight), gemm.prepare_down(down, ranks)
+    matrix, pairs = gemm.prepare(weight), gemm.prepare_lora(down, ranks)
     functions = (torch.tanh, torch.nn.Identity(), torch.nn.Identity(), torch.sigmoid)
     for n in (1, 7, 16, 33, 64, 65, 130, 320, 960):
         x = random(6, n, width, scale=width**-0.5)
         halves = zip((3, 4, 2, 5), down.double().split(ranks), functions, strict=True)
         hidden = torch.cat([function(x[plane].double() @ part.T) for plane, part, function in halves], 1)
         rkv = x[:3].double() @ weight.mT.double()
-        for plan in gemm.project_plans(n, matrix, pairs):
+        for config in gemm.project_configs(n, matrix, pairs):
             outs = [torch.full(t.shape, torch.nan, dtype=torch.float16, device="cuda") for t in (rkv, hidden)]
-            gemm.project(x, matrix, pairs, *outs, plan)
-            assert relative_error(outs[0], rkv) < 4e-4, (n, plan)
-            assert relative_error(outs[1], hidden) < 6e-4, (n, plan)
+            gemm.project(x, matrix, pairs, *outs, config)
+            assert relative_error(outs[0], rkv) < 4e-4, (n, config)
+            assert relative_error(outs[1], hidden) < 6e-4, (n, config)
             alone = [torch.empty_like(t[..., :1, :]) for t in outs]
-            if n <= 64 and plan.tile <= 64:
-                gemm.project(x[:, n // 2 : n // 2 + 1].contiguous(), matrix, pairs, *alone, plan)
+            if n <= 64 and config.tile <= 64:
+                gemm.project(x[:, n // 2 : n // 2 + 1].contiguous(), matrix, pairs, *alone, config)
                 assert torch.equal(alone[0][:, 0], outs[0][:, n // 2])
                 assert torch.equal(alone[1][0], outs[1][n // 2])

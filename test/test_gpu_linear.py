@@ -52,7 +52,7 @@ def empty(*shape, dtype=torch.float16):
     return torch.full(shape, torch.nan, dtype=dtype, device="cuda")
 
 
-def no_marks(units):
+def full_mask(units):
     return torch.full((units // 32,), -1, dtype=torch.int32, device="cuda")
 
 
@@ -108,97 +108,113 @@ class TestGemv:
             assert torch.equal(part, out[16 - n :])
 
 
-def random_pack(width, ranks, *, has_v=True, seed=5):
-    from rwkv_batch.kernels.linear import LowRank
+def random_lora(width, ranks, *, has_v=True, seed=5):
+    from rwkv_batch.kernels.linear import Lora
 
     ranks = tuple(r if has_v or i != 2 else 0 for i, r in enumerate(ranks))
     down = random(sum(ranks), width, scale=width**-0.5, seed=seed)
     up = random(sum(ranks) * width, scale=0.1, seed=seed + 1)
     w0, a0, v0 = random(3, width, seed=seed + 2, dtype=torch.float32).unbind()
-    return LowRank(down, up, w0.clone(), a0.clone(), v0.clone() if has_v else None, ranks)
+    return Lora(down, up, w0.clone(), a0.clone(), v0.clone() if has_v else None, ranks)
 
 
-def run_down(linear, mixed, pack, **options):
-    hidden = empty(mixed.shape[1], pack.rank)
-    linear.low_rank_down(mixed, pack, hidden, **options)
+def run_down(linear, mixed, lora, **options):
+    hidden = empty(mixed.shape[1], lora.rank)
+    linear.lora_down(mixed, lora, hidden, **options)
     return hidden
 
 
-def run_up(linear, hidden, pack, **options):
-    n, c = hidden.shape[0], pack.width
-    u, rate, blend, gate = empty(n, c, dtype=torch.float32), empty(n, c), empty(n, c), empty(n, c)
-    linear.low_rank_up(hidden, pack, u, rate, blend if pack.v0 is not None else None, gate, **options)
-    return [u, rate, gate] + ([blend] if pack.v0 is not None else [])
+def run_up(linear, hidden, lora, **options):
+    n, c = hidden.shape[0], lora.width
+    w_raw, a, v_mix, g = empty(n, c, dtype=torch.float32), empty(n, c), empty(n, c), empty(n, c)
+    linear.lora_up(hidden, lora, w_raw, a, v_mix if lora.v0 is not None else None, g, **options)
+    return [w_raw, a, g] + ([v_mix] if lora.v0 is not None else [])
 
 
-def assert_low_rank(mixed, pack, hidden, outputs):
+def assert_lora(mixed, lora, hidden, outputs):
     """Both halves of all pairs against float64."""
-    u, rate, gate, *blend = outputs
-    outputs = {"w": (u, pack.w0), "a": (rate, pack.a0), "v": (*blend, pack.v0), "g": (gate, None)}
+    w_raw, a, g, *v_mix = outputs
+    outputs = {"w": (w_raw, lora.w0), "a": (a, lora.a0), "v": (*v_mix, lora.v0), "g": (g, None)}
     row = 0
-    for name, plane, rank in zip("wavg", (3, 4, 2, 5), pack.ranks, strict=True):
+    for name, plane, rank in zip("wavg", (3, 4, 2, 5), lora.ranks, strict=True):
         if rank == 0:
             continue
-        exact, bound = product64(mixed[plane], pack.down[row : row + rank].T)
+        exact, bound = product64(mixed[plane], lora.down[row : row + rank].T)
         part = hidden[:, row : row + rank]
         final = {"w": torch.tanh, "g": torch.sigmoid}.get(name, lambda t: t)
         assert_close(part, final(exact), bound + 1e-6)
         out, bias = outputs[name]
-        matrix = pack.up[row * pack.width : (row + rank) * pack.width].view(pack.width, rank)
+        matrix = lora.up[row * lora.width : (row + rank) * lora.width].view(lora.width, rank)
         exact, bound = product64(part, matrix.T, bias)
         assert_close(out, exact.sigmoid() if name in "av" else exact, bound + 1e-6)
         row += rank
 
 
-class TestLowRank:
+class TestLora:
     @pytest.mark.parametrize("n", FEW + MANY)
     @pytest.mark.parametrize(
         ("width", "ranks", "has_v"),
         [(320, (32, 32, 32, 64), False), (768, (64, 64, 32, 128), True), (2560, (96, 96, 64, 320), True)],
     )
     def test_against_float64(self, linear, n, width, ranks, has_v):
-        mixed, pack = random(6, n, width), random_pack(width, ranks, has_v=has_v)
-        hidden = run_down(linear, mixed, pack)
-        assert_low_rank(mixed, pack, hidden, run_up(linear, hidden, pack))
+        mixed, lora = random(6, n, width), random_lora(width, ranks, has_v=has_v)
+        hidden = run_down(linear, mixed, lora)
+        assert_lora(mixed, lora, hidden, run_up(linear, hidden, lora))
 
     @pytest.mark.parametrize("n", [1, 8, 16, 64, 320, 1024])
     @pytest.mark.parametrize("ranks", [(128, 128, 96, 480), (192, 192, 128, 384)])
     def test_large_models(self, linear, n, ranks):
-        mixed, pack = random(6, n, 4096), random_pack(4096, ranks)
-        hidden = run_down(linear, mixed, pack)
-        assert_low_rank(mixed, pack, hidden, run_up(linear, hidden, pack))
+        mixed, lora = random(6, n, 4096), random_lora(4096, ranks)
+        hidden = run_down(linear, mixed, lora)
+        assert_lora(mixed, lora, hidden, run_up(linear, hidden, lora))
 
     @pytest.mark.parametrize("n", [17, 128, 129, 320, 511, 2000])
     @pytest.mark.parametrize(("width", "has_v"), [(576, False), (1024, True)])
-    def test_every_grouped_plan(self, linear, n, width, has_v):
+    def test_every_grouped_config(self, linear, n, width, has_v):
         """All are right, and the order of a token's sums depends on `splits` alone."""
-        from rwkv_batch.kernels.linear import Plan
+        from rwkv_batch.kernels.linear import GroupedConfig
 
         if not linear.hopper:
             pytest.skip("needs a Hopper GPU")
-        mixed, pack = random(6, n, width), random_pack(width, (96, 32, 64, 160), has_v=has_v)
-        whole = [Plan(32, 1, 3), Plan(64, 1, 1), Plan(64, 1, 3), Plan(128, 1, 2), Plan(160, 1, 1), Plan(256, 1, 1)]
-        first, *others = [run_up(linear, run_down(linear, mixed, pack, plan=whole[0]), pack, plan=plan) for plan in whole]
+        mixed, lora = random(6, n, width), random_lora(width, (96, 32, 64, 160), has_v=has_v)
+        whole = [
+            GroupedConfig(32, 1, 3),
+            GroupedConfig(64, 1, 1),
+            GroupedConfig(64, 1, 3),
+            GroupedConfig(128, 1, 2),
+            GroupedConfig(160, 1, 1),
+            GroupedConfig(256, 1, 1),
+        ]
+        first, *others = [
+            run_up(linear, run_down(linear, mixed, lora, config=whole[0]), lora, config=config) for config in whole
+        ]
         assert all(torch.equal(a, b) for other in others for a, b in zip(other, first, strict=True))
         for splits in range(1, 9):
-            plans = [Plan(tile, splits, 1) for tile in (32, 64, 128, 160)] if splits > 1 else whole
-            hidden, *others = [run_down(linear, mixed, pack, plan=plan) for plan in plans]
+            configs = [GroupedConfig(tile, splits, 1) for tile in (32, 64, 128, 160)] if splits > 1 else whole
+            hidden, *others = [run_down(linear, mixed, lora, config=config) for config in configs]
             assert all(torch.equal(other, hidden) for other in others), splits
-            assert_low_rank(mixed, pack, hidden, run_up(linear, hidden, pack, plan=whole[3]))
+            assert_lora(mixed, lora, hidden, run_up(linear, hidden, lora, config=whole[3]))
 
     def test_grouped_prefill(self, linear):
-        mixed, pack = random(6, 9001, 2048), random_pack(2048, (96, 96, 64, 256))
-        hidden = run_down(linear, mixed, pack)
-        assert_low_rank(mixed, pack, hidden, run_up(linear, hidden, pack))
+        mixed, lora = random(6, 9001, 2048), random_lora(2048, (96, 96, 64, 256))
+        hidden = run_down(linear, mixed, lora)
+        assert_lora(mixed, lora, hidden, run_up(linear, hidden, lora))
 
-    def test_plans_that_do_not_fit(self, linear):
+    def test_configs_that_do_not_fit(self, linear):
         from rwkv_batch.kernels.launch import KernelLaunchFailed
-        from rwkv_batch.kernels.linear import Plan
+        from rwkv_batch.kernels.linear import GroupedConfig
 
-        pack, mixed = random_pack(128, (32, 32, 32, 32)), random(6, 200, 128)
-        for plan in (Plan(48), Plan(512), Plan(64, 3), Plan(64, 9), Plan(256, 2), Plan(64, 1, 4)):
+        lora, mixed = random_lora(128, (32, 32, 32, 32)), random(6, 200, 128)
+        for config in (
+            GroupedConfig(48),
+            GroupedConfig(512),
+            GroupedConfig(64, 3),
+            GroupedConfig(64, 9),
+            GroupedConfig(256, 2),
+            GroupedConfig(64, 1, 4),
+        ):
             with pytest.raises(KernelLaunchFailed):
-                run_down(linear, mixed, pack, plan=plan)
+                run_down(linear, mixed, lora, config=config)
 
     @pytest.mark.parametrize("n", FEW)
     @pytest.mark.parametrize(
@@ -213,105 +229,105 @@ class TestLowRank:
     )
     def test_beside_a_product(self, gemm, n, width, ranks, has_v):
         """Both halves in one launch with r, k and v, in every way that is offered: right, and nothing depends on the others."""
-        pack, weight = random_pack(width, ranks, has_v=has_v), random(3, width, width, scale=width**-0.5)
+        lora, weight = random_lora(width, ranks, has_v=has_v), random(3, width, width, scale=width**-0.5)
         mixed, matrix = random(6, 16, width, seed=3), gemm.prepare(weight)
 
-        def run(tokens, plan):
+        def run(tokens, config):
             x, k = mixed[:, tokens].contiguous(), len(mixed[0, tokens])
-            rkv, hidden, u = empty(3, k, width), empty(k, pack.rank), empty(k, width, dtype=torch.float32)
-            rate, gate, blend = (empty(k, width) for _ in range(3))
-            gemm.inputs(x, matrix, pack, rkv, hidden, (u, rate, blend if has_v else None, gate), plan)
-            return rkv, hidden, [u, rate, gate] + [blend] * has_v
+            rkv, hidden, w_raw = empty(3, k, width), empty(k, lora.rank), empty(k, width, dtype=torch.float32)
+            a, g, v_mix = (empty(k, width) for _ in range(3))
+            gemm.inputs(x, matrix, lora, rkv, hidden, (w_raw, a, v_mix if has_v else None, g), config)
+            return rkv, hidden, [w_raw, a, g] + [v_mix] * has_v
 
         whole = None
-        for plan in gemm.inputs_plans(n, matrix, pack):
-            rkv, hidden, outputs = run(slice(16 - n, 16), plan)
-            assert_low_rank(mixed[:, 16 - n :], pack, hidden, outputs)
+        for config in gemm.inputs_configs(n, matrix, lora):
+            rkv, hidden, outputs = run(slice(16 - n, 16), config)
+            assert_lora(mixed[:, 16 - n :], lora, hidden, outputs)
             assert_close(rkv, *product64(mixed[:3, 16 - n :], weight.mT))
             for _ in range(3):
-                again = run(slice(16 - n, 16), plan)
+                again = run(slice(16 - n, 16), config)
                 assert torch.equal(again[1], hidden)
                 assert all(torch.equal(a, b) for a, b in zip(again[2], outputs, strict=True))
-            whole = whole or run(slice(0, 16), gemm.inputs_plans(16, matrix, pack)[0])
+            whole = whole or run(slice(0, 16), gemm.inputs_configs(16, matrix, lora)[0])
             assert torch.equal(hidden, whole[1][16 - n :])
             assert all(torch.equal(a, b[16 - n :]) for a, b in zip(outputs, whole[2], strict=True))
-        assert whole or gemm.processors < 132  # of an H200; smaller GPUs have no room for the widest beside r, k and v
+        assert whole or gemm.num_sms < 132  # of an H200; smaller GPUs have no room for the widest beside r, k and v
 
     def test_beside_a_product_does_not_fit(self, gemm):
-        from rwkv_batch.kernels.gemm import Plan
+        from rwkv_batch.kernels.gemm import TileConfig
 
-        def run(n, width, ranks, plan):
-            pack, matrix = random_pack(width, ranks), gemm.prepare(random(3, width, width))
-            rkv, hidden, u = empty(3, n, width), empty(n, pack.rank), empty(n, width, dtype=torch.float32)
-            gates = (u, *(empty(n, width) for _ in range(3)))
-            gemm.inputs(random(6, n, width), matrix, pack, rkv, hidden, gates, plan)
+        def run(n, width, ranks, config):
+            lora, matrix = random_lora(width, ranks), gemm.prepare(random(3, width, width))
+            rkv, hidden, w_raw = empty(3, n, width), empty(n, lora.rank), empty(n, width, dtype=torch.float32)
+            gates = (w_raw, *(empty(n, width) for _ in range(3)))
+            gemm.inputs(random(6, n, width), matrix, lora, rkv, hidden, gates, config)
 
         small = (32, 32, 32, 32)
-        for n, width, ranks, plan in (
-            (17, 256, small, Plan(64, 16, 1, 5, 12)),
-            (8, 320, small, Plan(64, 8, 1, 5, 15)),
-            (8, 256, (32, 32, 32, 544), Plan(64, 8, 1, 5, 12)),
-            (8, 256, small, Plan(64, 8, 2, 5, 12)),
-            (8, 4096, small, Plan(64, 8, 1, 5, 192)),
+        for n, width, ranks, config in (
+            (17, 256, small, TileConfig(64, 16, 1, 5, 12)),
+            (8, 320, small, TileConfig(64, 8, 1, 5, 15)),
+            (8, 256, (32, 32, 32, 544), TileConfig(64, 8, 1, 5, 12)),
+            (8, 256, small, TileConfig(64, 8, 2, 5, 12)),
+            (8, 4096, small, TileConfig(64, 8, 1, 5, 192)),
         ):
-            with pytest.raises(ValueError, match="plan"):
-                run(n, width, ranks, plan)
+            with pytest.raises(ValueError, match="config"):
+                run(n, width, ranks, config)
 
     @pytest.mark.parametrize("layer", [0, 1])
     @pytest.mark.parametrize("name", ["tiny", "wide ranks"])
     def test_pack_of_a_layer(self, linear, name, layer):
-        from rwkv_batch.kernels.linear import LowRank
+        from rwkv_batch.kernels.linear import Lora
 
         weights = random_weights(SHAPES[name]).layers[layer]
         moved = {key: None if t is None else t.cuda() for key, t in vars(weights).items()}
         layer = type(weights)(**moved)
         mixed = random(6, 21, layer.w0.shape[0])
-        u, rate, gate, *blend = run_up(linear, run_down(linear, mixed, LowRank.pack(layer)), LowRank.pack(layer))
+        w_raw, a, g, *v_mix = run_up(linear, run_down(linear, mixed, Lora.of(layer)), Lora.of(layer))
         _, _, x_v, x_w, x_a, x_g = mixed.float().unbind()
         close = {"atol": 5e-3, "rtol": 5e-3}
-        torch.testing.assert_close(u, layer.w0 + (x_w @ layer.w1).tanh() @ layer.w2, **close)
-        torch.testing.assert_close(rate.float(), (layer.a0 + x_a @ layer.a1 @ layer.a2).sigmoid(), **close)
-        torch.testing.assert_close(gate.float(), (x_g @ layer.g1).sigmoid() @ layer.g2, **close)
+        torch.testing.assert_close(w_raw, layer.w0 + (x_w @ layer.w1).tanh() @ layer.w2, **close)
+        torch.testing.assert_close(a.float(), (layer.a0 + x_a @ layer.a1 @ layer.a2).sigmoid(), **close)
+        torch.testing.assert_close(g.float(), (x_g @ layer.g1).sigmoid() @ layer.g2, **close)
         if layer.v0 is not None:
-            torch.testing.assert_close(blend[0].float(), (layer.v0 + x_v @ layer.v1 @ layer.v2).sigmoid(), **close)
+            torch.testing.assert_close(v_mix[0].float(), (layer.v0 + x_v @ layer.v1 @ layer.v2).sigmoid(), **close)
 
     def test_ranks_are_padded(self):
-        from rwkv_batch.kernels.linear import LowRank
+        from rwkv_batch.kernels.linear import Lora
 
-        pack = LowRank.pack(random_weights(SHAPES["one head"]).layers[0])  # ranks 8, 16, (8,) 24
-        assert pack.ranks == (32, 32, 0, 32)
-        assert pack.down.shape == (96, 64)
-        assert not pack.down[8:32].any()
-        assert pack.up.view(3, 64, 32)[0, :, 8:].count_nonzero() == 0
+        lora = Lora.of(random_weights(SHAPES["one head"]).layers[0])  # ranks 8, 16, (8,) 24
+        assert lora.ranks == (32, 32, 0, 32)
+        assert lora.down.shape == (96, 64)
+        assert not lora.down[8:32].any()
+        assert lora.up.view(3, 64, 32)[0, :, 8:].count_nonzero() == 0
 
     @pytest.mark.parametrize("n", [3, 8, 16, 17, 64, 200, 400, 960, 1500])
     def test_a_token_is_its_own(self, linear, n):
         """Neither the place of a token nor what the others hold, be it infinite, changes a bit of its results."""
-        pack = random_pack(1024, (64, 64, 32, 128))
+        lora = random_lora(1024, (64, 64, 32, 128))
         mixed = random(6, n, 1024)
-        hidden = run_down(linear, mixed, pack)
-        outputs = run_up(linear, hidden, pack)
+        hidden = run_down(linear, mixed, lora)
+        outputs = run_up(linear, hidden, lora)
         order = torch.randperm(n, device="cuda")
-        moved_hidden = run_down(linear, mixed[:, order].contiguous(), pack)
+        moved_hidden = run_down(linear, mixed[:, order].contiguous(), lora)
         assert torch.equal(moved_hidden, hidden[order])
-        for moved, out in zip(run_up(linear, moved_hidden, pack), outputs, strict=True):
+        for moved, out in zip(run_up(linear, moved_hidden, lora), outputs, strict=True):
             assert torch.equal(moved, out[order])
         mixed[:, 1:] = torch.inf
-        alone = run_down(linear, mixed, pack)
+        alone = run_down(linear, mixed, lora)
         assert torch.equal(alone[0], hidden[0])
-        for broken, out in zip(run_up(linear, alone, pack), outputs, strict=True):
+        for broken, out in zip(run_up(linear, alone, lora), outputs, strict=True):
             assert torch.equal(broken[0], out[0])
 
     @pytest.mark.parametrize("n", FEW)
     @pytest.mark.parametrize("has_v", [True, False])
     def test_project_equals_its_parts(self, linear, n, has_v):
-        pack = random_pack(768, (64, 64, 32, 128), has_v=has_v)
+        lora = random_lora(768, (64, 64, 32, 128), has_v=has_v)
         mixed, weight = random(6, n, 768), random(3, 768, 768, seed=1)
-        rkv, hidden, expected = empty(3, n, 768), empty(n, pack.rank), empty(3, n, 768)
-        linear.project(mixed, weight, pack, rkv, hidden)
+        rkv, hidden, expected = empty(3, n, 768), empty(n, lora.rank), empty(3, n, 768)
+        linear.project(mixed, weight, lora, rkv, hidden)
         linear.gemv(mixed[:3], weight, expected)
         assert torch.equal(rkv, expected)
-        assert torch.equal(hidden, run_down(linear, mixed, pack))
+        assert torch.equal(hidden, run_down(linear, mixed, lora))
 
 
 def sparse_hidden(n, units, off=0.9, seed=3):
@@ -333,35 +349,35 @@ def assert_same_bits_with_any_others(project, counts, width):
         assert torch.equal(part[fine], out[most - n :][fine])
 
 
-class TestSparseProject:
+class TestSparseFfn:
     @pytest.mark.parametrize("n", range(1, 9))
     @pytest.mark.parametrize("width", [64, 320, 768, 1024, 2048, 2560, 4096])
     def test_against_float64(self, linear, n, width):
         units = 4 * width + (4 if width == 320 else 0)
         hidden, weight = sparse_hidden(n, units), random(units, width, scale=0.05, seed=1)
         out = empty(n, width)
-        linear.sparse_project(hidden, weight, out)
+        linear.sparse_ffn(hidden, weight, out)
         assert_close(out, *product64(hidden, weight))
 
     @pytest.mark.parametrize("off", [0.0, 1.0])
     @pytest.mark.parametrize("n", [1, 2, 4, 8])
     def test_all_or_nothing(self, linear, n, off):
         hidden, weight, out = sparse_hidden(n, 8192, off), random(8192, 2048, scale=0.05, seed=1), empty(n, 2048)
-        linear.sparse_project(hidden, weight, out)
+        linear.sparse_ffn(hidden, weight, out)
         assert_close(out, *product64(hidden, weight))
 
     def test_rows_of_inactive_units_are_not_read(self, linear):
         hidden, weight, out = sparse_hidden(3, 4096), random(4096, 1024, seed=1), empty(3, 1024)
         weight[(hidden == 0).all(0)] = torch.nan
-        linear.sparse_project(hidden, weight, out)
+        linear.sparse_ffn(hidden, weight, out)
         assert out.isfinite().all()
 
     @pytest.mark.parametrize("width", [768, 2048, 4096])
     def test_same_bits_with_any_others(self, linear, width):
-        assert_same_bits_with_any_others(linear.sparse_project, range(1, 9), width)
+        assert_same_bits_with_any_others(linear.sparse_ffn, range(1, 9), width)
 
 
-class TestUnionProject:
+class TestMaskedFfn:
     @pytest.fixture(autouse=True)
     def _hopper(self, linear):
         if not linear.hopper:
@@ -369,9 +385,9 @@ class TestUnionProject:
 
     @staticmethod
     def union(linear, hidden, weight, out):
-        marks = no_marks(hidden.shape[1])
-        linear.mark_units(hidden, marks)
-        linear.union_project(hidden, marks, weight, out)
+        active_mask = full_mask(hidden.shape[1])
+        linear.build_active_mask(hidden, active_mask)
+        linear.masked_ffn(hidden, active_mask, weight, out)
 
     @pytest.mark.parametrize("n", FEW)
     @pytest.mark.parametrize(
@@ -385,7 +401,7 @@ class TestUnionProject:
             (8192, 2048),
             (10240, 2560),
             (16384, 4096),
-            (20512, 4352),  # a block has all units: more steps of a warp than marks are read at a time
+            (20512, 4352),  # a block has all units: more steps of a warp than words of the mask are read at a time
         ],
     )
     def test_against_float64(self, linear, n, units, width):
@@ -402,21 +418,21 @@ class TestUnionProject:
 
     @pytest.mark.parametrize("off", [0.0, 0.9, 0.999, 1.0])
     @pytest.mark.parametrize("n", FEW)
-    def test_marks(self, linear, n, off):
-        hidden, marks = sparse_hidden(n, 8224, off), no_marks(8224)
+    def test_active_mask(self, linear, n, off):
+        hidden, active_mask = sparse_hidden(n, 8224, off), full_mask(8224)
         hidden[0, 77] = -0.0
-        linear.mark_units(hidden, marks)
-        bits = marks[:, None] >> torch.arange(32, device="cuda") & 1
+        linear.build_active_mask(hidden, active_mask)
+        bits = active_mask[:, None] >> torch.arange(32, device="cuda") & 1
         assert torch.equal(bits.flatten().bool(), (hidden != 0).any(0))
 
-    def test_bits_do_not_depend_on_marks(self, linear):
+    def test_bits_do_not_depend_on_the_mask(self, linear):
         """Whatever else is marked, and however often hidden changes where it lies."""
         weight, out, expected = random(8192, 2048, seed=1), empty(16, 2048), empty(16, 2048)
         hidden = empty(16, 8192)
         for seed in range(20):
             hidden.copy_(sparse_hidden(16, 8192, 0.99, seed=seed))
             self.union(linear, hidden, weight, out)
-            linear.union_project(hidden, no_marks(8192), weight, expected)  # all bits are set
+            linear.masked_ffn(hidden, full_mask(8192), weight, expected)  # all bits are set
             assert torch.equal(out, expected)
 
     def test_rows_of_inactive_units_are_not_read(self, linear):
@@ -447,36 +463,36 @@ def test_overlapping_launches_give_the_same(launcher, n):
     from rwkv_batch.kernels.linear import MAX_GEMV, MAX_SPARSE, Linear
 
     width = 1024
-    pack = random_pack(width, (64, 64, 32, 128))
+    lora = random_lora(width, (64, 64, 32, 128))
     first, second = random(4 * width, width, scale=0.03, seed=7), random(4 * width, width, scale=0.03, seed=8)
     mixed = random(6, n, width)
-    x, hidden, inner = mixed[0], empty(n, pack.rank), empty(n, 4 * width)
-    u, rate, blend = empty(n, width, dtype=torch.float32), empty(n, width), empty(n, width)
-    marks, weight = no_marks(4 * width), random(3, width, width, scale=0.03, seed=6)
-    rkv, gate = empty(3, n, width), empty(n, width)
+    x, hidden, inner = mixed[0], empty(n, lora.rank), empty(n, 4 * width)
+    w_raw, a, v_mix = empty(n, width, dtype=torch.float32), empty(n, width), empty(n, width)
+    active_mask, weight = full_mask(4 * width), random(3, width, width, scale=0.03, seed=6)
+    rkv, g = empty(3, n, width), empty(n, width)
 
     def chain(linear, gemm):
         matrix = gemm.prepare(weight) if gemm.available else None
-        plans = gemm.inputs_plans(n, matrix, pack) if gemm.available else []
+        configs = gemm.inputs_configs(n, matrix, lora) if gemm.available else []
         for _ in range(4):
-            for plan in plans:
-                gemm.inputs(mixed, matrix, pack, rkv, hidden, (u, rate, blend, gate), plan)
-                linear.low_rank_up(hidden, pack, u, rate, blend, mixed[5])
-            linear.low_rank_down(mixed, pack, hidden)
-            linear.low_rank_up(hidden, pack, u, rate, blend, mixed[5])
+            for config in configs:
+                gemm.inputs(mixed, matrix, lora, rkv, hidden, (w_raw, a, v_mix, g), config)
+                linear.lora_up(hidden, lora, w_raw, a, v_mix, mixed[5])
+            linear.lora_down(mixed, lora, hidden)
+            linear.lora_up(hidden, lora, w_raw, a, v_mix, mixed[5])
             if n <= MAX_GEMV:
                 linear.gemv(x, first, inner)
             linear.relu_square_(inner)
             if n <= MAX_SPARSE:
-                linear.sparse_project(inner, second, x)
-            if linear.union_fits(n, *second.shape):
-                linear.mark_units(inner, marks)
-                linear.union_project(inner, marks, second, mixed[1])
+                linear.sparse_ffn(inner, second, x)
+            if linear.masked_ffn_fits(n, *second.shape):
+                linear.build_active_mask(inner, active_mask)
+                linear.masked_ffn(inner, active_mask, second, mixed[1])
 
-    def results(overlap):
+    def results(pdl):
         mixed.copy_(random(6, n, width))
         inner.copy_(random(n, 4 * width, scale=0.5, seed=9))
-        linear, gemm = Linear(launcher, overlap=overlap), Gemm(launcher, overlap=overlap)
+        linear, gemm = Linear(launcher, pdl=pdl), Gemm(launcher, pdl=pdl)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -487,26 +503,26 @@ def test_overlapping_launches_give_the_same(launcher, n):
             launcher.use_current_stream()
         graph.replay()
         torch.cuda.synchronize()
-        return [t.clone() for t in (mixed, hidden, inner, u, rate, blend, rkv, gate)]
+        return [t.clone() for t in (mixed, hidden, inner, w_raw, a, v_mix, rkv, g)]
 
-    expected = results(overlap=False)
+    expected = results(pdl=False)
     for _ in range(5):
-        for got, want in zip(results(overlap=True), expected, strict=True):
+        for got, want in zip(results(pdl=True), expected, strict=True):
             assert torch.equal(got.nan_to_num(), want.nan_to_num())
 
 
 def test_errors_name_the_argument(linear):
-    x, weight, out, marks = random(2, 128), random(64, 128), empty(2, 64), no_marks(64)
+    x, weight, out, active_mask = random(2, 128), random(64, 128), empty(2, 64), full_mask(64)
     for name, call in {
         "x": lambda: linear.gemv(x.float(), weight, out),
         "weight": lambda: linear.gemv(x, weight[:, :64], out),
         "out": lambda: linear.gemv(x, weight, out.t()),
         "N 17": lambda: linear.gemv(random(17, 128), weight, empty(17, 64)),
-        "N 9": lambda: linear.sparse_project(random(9, 64), weight, empty(9, 128)),
-        "N 17, F 64": lambda: linear.union_project(random(17, 64), marks, weight, empty(17, 128)),
-        "F 40": lambda: linear.mark_units(random(2, 40), marks),
-        "marks": lambda: linear.mark_units(random(2, 128), marks),
-        "hidden": lambda: linear.low_rank_down(random(6, 2, 128), random_pack(128, (32, 32, 32, 32)), out),
+        "N 9": lambda: linear.sparse_ffn(random(9, 64), weight, empty(9, 128)),
+        "N 17, F 64": lambda: linear.masked_ffn(random(17, 64), active_mask, weight, empty(17, 128)),
+        "F 40": lambda: linear.build_active_mask(random(2, 40), active_mask),
+        "active_mask": lambda: linear.build_active_mask(random(2, 128), active_mask),
+        "hidden": lambda: linear.lora_down(random(6, 2, 128), random_lora(128, (32, 32, 32, 32)), out),
     }.items():
         with pytest.raises(ValueError, match=name):
             call()

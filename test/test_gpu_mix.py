@@ -29,7 +29,7 @@ def mix(request):
     torch.manual_seed(1)
     launcher = Launcher(library(0), torch.device("cuda:0"))
     launcher.use_current_stream()
-    return Mix(launcher, overlap=request.param)
+    return Mix(launcher, pdl=request.param)
 
 
 def packed(slots, lengths):
@@ -136,7 +136,9 @@ def test_a_row_does_not_depend_on_how_it_is_spread_nor_on_its_neighbours(mix):
         x, shift = a.x[:count].clone(), a.shift.clone()
         out = torch.empty(6, count, 4096, dtype=HALF, device="cuda")
         slots = torch.arange(count, device="cuda")
-        mix.add_norm_mix_decode(x, a.y[:count], a.weight, a.bias, a.mix, shift, slots, out, parts=parts, settled=count != 64)
+        mix.add_norm_mix_decode(
+            x, a.y[:count], a.weight, a.bias, a.mix, shift, slots, out, parts=parts, inputs_ready=count != 64
+        )
         results.append((out[:, 0].clone(), shift[0]))
     for out, shift in results:
         assert same_bits(out, results[0][0])
@@ -192,11 +194,11 @@ def wkv_inputs(tokens, width, first_layer=False):
         r=randn(tokens, width),
         k=randn(tokens, width),
         v=randn(tokens, width),
-        u=randn(tokens, width, dtype=FLOAT, scale=3) - 2,
-        rate=uniform(tokens, width),
-        blend=None if first_layer else uniform(tokens, width),
-        gate=randn(tokens, width),
-        first_value=randn(tokens, width),
+        w_raw=randn(tokens, width, dtype=FLOAT, scale=3) - 2,
+        a=uniform(tokens, width),
+        v_mix=None if first_layer else uniform(tokens, width),
+        g=randn(tokens, width),
+        v_first=randn(tokens, width),
     )
     layer = WkvLayer(
         k_k=0.85 + randn(width, dtype=FLOAT, scale=0.1),
@@ -219,13 +221,13 @@ def wkv64(inputs, layer, state, slots, lengths):
     p = SimpleNamespace(**{name: t.double() for name, t in vars(layer).items()})
     tokens, width = i.r.shape
     heads = (tokens, width // 64, 64)
-    v = i.v if i.blend is None else torch.lerp(i.v, i.first_value, i.blend)
-    first_value = v if i.blend is None else i.first_value
-    w = torch.exp(reference_ops.LOG_DECAY_SCALE * i.u.sigmoid()).view(heads)
-    removal = (i.k * p.k_k).view(heads)
-    removal = removal / removal.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-    k = (i.k * (1 - p.k_a + i.rate * p.k_a)).view(heads)
-    inserted = removal * i.rate.view(heads)
+    v = i.v if i.v_mix is None else torch.lerp(i.v, i.v_first, i.v_mix)
+    v_first = v if i.v_mix is None else i.v_first
+    w = torch.exp(reference_ops.LOG_W_SCALE * i.w_raw.sigmoid()).view(heads)
+    kk = (i.k * p.k_k).view(heads)
+    kk = kk / kk.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+    k = (i.k * (1 - p.k_a + i.a * p.k_a)).view(heads)
+    inserted = kk * i.a.view(heads)
     r, v = i.r.view(heads), v.view(heads)
     y = torch.empty(heads, dtype=torch.float64, device="cuda")
     s = state[slots.clamp_min(0)].double()
@@ -235,13 +237,13 @@ def wkv64(inputs, layer, state, slots, lengths):
         live = (lengths > t).nonzero().view(-1)
         at, live = (starts[live] + t).cuda(), live.cuda()
         old = s[live]
-        removed = (old * removal[at, :, None]).sum(-1, keepdim=True)
+        removed = (old * kk[at, :, None]).sum(-1, keepdim=True)
         new = old * w[at, :, None] - removed * inserted[at, :, None] + v[at, :, :, None] * k[at, :, None]
         y[at] = (new * r[at, :, None]).sum(-1)
         s[live] = new
     y = torch.group_norm(y.view(tokens, width), heads[1], p.norm_weight, p.norm_bias, reference_ops.GROUP_NORM_EPS)
     bonus = (r * p.r_k.view(heads[1:]) * k).sum(-1, keepdim=True)
-    return (y.view(heads) + bonus * v).view(tokens, width) * i.gate, first_value, s
+    return (y.view(heads) + bonus * v).view(tokens, width) * i.g, v_first, s
 
 
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
@@ -253,17 +255,17 @@ def test_wkv_decode(mix, width, dtype):
         slots = scattered_slots(batch, batch + 5, padding=batch // 3)
         free, before = poisoned(state, slots), state.clone()
         real = slots >= 0
-        expected, first_value, new_state = wkv64(inputs, layer, state, slots, [1] * batch)
+        expected, v_first, new_state = wkv64(inputs, layer, state, slots, [1] * batch)
         out = torch.empty(batch, width, dtype=HALF, device="cuda")
         mix.wkv_decode(inputs, layer, state, slots, out)
         early_state, early = before.clone(), torch.zeros_like(out)
         torch.cuda.synchronize()
-        mix.wkv_decode(inputs, layer, early_state, slots, early, settled=True)
+        mix.wkv_decode(inputs, layer, early_state, slots, early, inputs_ready=True)
         assert same_bits(early[real], out[real])
         assert same_bits(early_state, state)
         assert_close(out[real], expected[real])
         assert_close(state[slots[real]], new_state[real], 5e-4 if dtype == HALF else 1e-6)
-        assert same_bits(inputs.first_value[real], first_value[real].half())
+        assert same_bits(inputs.v_first[real], v_first[real].half())
         assert same_bits(state[free], before[free])
 
 
@@ -279,20 +281,20 @@ def test_wkv_prefill(mix, width, lengths, dtype, exact):
     free, before = poisoned(state, slots), state.clone()
     real_rows = slots >= 0
     real = torch.cat([real_rows[b].expand(n) for b, n in enumerate(lengths)])
-    expected, first_value, new_state = wkv64(inputs, layer, state, slots, lengths)
+    expected, v_first, new_state = wkv64(inputs, layer, state, slots, lengths)
     out = torch.empty(tokens, width, dtype=HALF, device="cuda")
     mix.wkv_prefill(inputs, layer, state, packed(slots.tolist(), lengths), out, exact=exact)
     state_bound = CHUNKS if not exact else 5e-4 if dtype == HALF else 1e-5
     assert_close(out[real], expected[real], ROUNDING if exact else CHUNKS)
     assert_close(state[slots[real_rows]], new_state[real_rows], state_bound)
-    assert same_bits(inputs.first_value[real], first_value[real].half())
+    assert same_bits(inputs.v_first[real], v_first[real].half())
     assert same_bits(state[free], before[free])
 
 
-@pytest.mark.parametrize("u", [-20.0, 20.0], ids=["no decay", "strongest decay"])
-def test_wkv_prefill_at_the_ends_of_the_decay(mix, u):
+@pytest.mark.parametrize("w_raw", [-20.0, 20.0], ids=["no decay", "strongest decay"])
+def test_wkv_prefill_at_the_ends_of_the_decay(mix, w_raw):
     inputs, layer = wkv_inputs(300, 320)
-    inputs.u.fill_(u)
+    inputs.w_raw.fill_(w_raw)
     inputs.k.mul_(8)
     inputs.r.mul_(8)
     slots, state = torch.tensor([0], device="cuda"), torch.zeros(1, 5, 64, 64, device="cuda")

@@ -16,6 +16,7 @@ import torch
 from kernel_recorder import make_launcher
 
 from rwkv_batch.kernels import compiler, self_check
+from rwkv_batch.kernels.autotune import Autotuner
 from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.model.reference_ops import Rows
 from rwkv_batch.model.rwkv7 import Model
@@ -79,20 +80,20 @@ class Steps:
         self.model.forward(tokens, Rows(slots, lengths), self.state)
         return digest(self.recorder.take())
 
-    def every_way(self, num_tokens: int) -> dict[str, list[str]]:
-        """Return what a decode step launches with each way to do each product, the ways in order."""
+    def every_variant(self, num_tokens: int) -> dict[str, list[str]]:
+        """Return what a decode step launches with each variant of each product, in order."""
         found = {}
         for product in PRODUCTS:
             found[product] = []
-            for way in self.ops.ways(product, num_tokens, self.weights.layers[-1]):
-                self.ops.choose(product, num_tokens, way)
+            for variant in self.ops.variants(product, num_tokens, self.ops.prepared.layers[-1]):
+                self.ops.choose(product, num_tokens, variant)
                 found[product].append(self.decode(num_tokens))
                 self.ops.choose(product, num_tokens, None)
         return found
 
     def tune(self) -> list:
         self.recorder.clear()
-        self.ops.tune(self.weights, list(TUNED), self.decode_step)
+        Autotuner(self.ops, self.decode_step).tune(list(TUNED))
         return [note for note in self.recorder.take() if note[0] == "tune cublas"]
 
     def decode_step(self, num_rows: int) -> None:
@@ -115,7 +116,7 @@ def empty_weights(shape: ModelShape) -> Weights:
         **{f"{name}2": half(rank, c) for name, rank in ranks.items()},
         v1=half(c, shape.rank_v),
         v2=half(shape.rank_v, c),
-        **dict.fromkeys(("w0", "a0", "v0", "k_k", "k_a", "keep_k"), vector),
+        **dict.fromkeys(("w0", "a0", "v0", "k_k", "k_a", "one_minus_k_a"), vector),
         r_k=torch.zeros(shape.num_heads, 64),
         rkv=half(3, c, c),
         output=half(c, c),
@@ -127,7 +128,7 @@ def empty_weights(shape: ModelShape) -> Weights:
 
 
 def published(monkeypatch, name: str, *, hopper: bool = True, num_sms: int = 132) -> Iterator[tuple[int, list]]:
-    """Yield, for numbers of tokens, what each way to do each product launches, in order."""
+    """Yield, for numbers of tokens, what each variant of each product launches, in order."""
     launcher, recorder = make_launcher(monkeypatch, hopper=hopper, content=False, num_sms=num_sms)
     weights = empty_weights(PUBLISHED[name])
     ops = KernelOps(weights, launcher, max_tokens=TOKENS[-1], max_rows=TOKENS[-1])
@@ -135,8 +136,8 @@ def published(monkeypatch, name: str, *, hopper: bool = True, num_sms: int = 132
     for num_tokens in TOKENS:
         rows, found = Rows.decoding(torch.zeros(num_tokens, dtype=torch.int64)), []
         for product in PRODUCTS:
-            for way in [None, *ops.ways(product, num_tokens, weights.layers[0])]:
-                ops.choose(product, num_tokens, way)
+            for variant in [None, *ops.variants(product, num_tokens, ops.prepared.layers[0])]:
+                ops.choose(product, num_tokens, variant)
                 recorder.clear()
                 model.forward(None, rows, state)
                 found.append(recorder.take())
@@ -153,7 +154,7 @@ def record(monkeypatch) -> dict:
             found = golden["hopper" if hopper else "other"] = {}
             found["decode"] = {str(n): steps.decode(n) for n in DECODE}
             found["prefill"] = {str(lengths): steps.prefill(lengths) for lengths in PREFILL}
-            found["ways"] = {str(n): steps.every_way(n) for n in WAYS}
+            found["ways"] = {str(n): steps.every_variant(n) for n in WAYS}
             found["tuning"] = digest(steps.tune())
             steps.recorder.content = False  # timing has left random numbers in the buffers
             found["tuned"] = {str(n): steps.decode(n) for n in DECODE}
@@ -177,9 +178,47 @@ def test_every_step_launches_what_it_did(monkeypatch, tmp_path):
 def test_steps_differ(monkeypatch):
     """Otherwise the digests show nothing."""
     steps = Steps(monkeypatch, hopper=True)
-    ways = steps.every_way(16)
-    assert len(set(ways["rkv"])) == len(ways["rkv"]) > 10
+    ways = steps.every_variant(16)
+    assert len(set(ways["rkv"])) == len(ways["rkv"]) > 8
     assert len({steps.decode(n) for n in DECODE}) == len(DECODE)
+
+
+def test_what_was_tuned_is_remembered(monkeypatch, tmp_path):
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path))
+    found, timed = [], []
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            steps, count = Steps(patch, hopper=True), 0
+            time = steps.launcher.time
+
+            def counted(run, time=time, **options):
+                nonlocal count
+                count += 1
+                return time(run, **options)
+
+            patch.setattr(steps.launcher, "time", counted)
+            steps.tune()
+            timed.append(count)
+            steps.recorder.content = False
+            found.append([steps.decode(n) for n in TUNED])
+    assert found[0] == found[1]
+    assert timed[0] > 100
+    assert timed[1] == 0
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [40, 1, 7]])
+def test_reference_ops_in_the_place_of_kernels_compute_the_same(monkeypatch, lengths):
+    """With all of them replaced, nothing that a kernel should have computed is used."""
+    launcher, _ = make_launcher(monkeypatch)
+    weights = self_check.random_weights(torch.device("cpu"))
+    ops = self_check.PartlyReferenceOps(weights, launcher, frozenset(self_check.OPS), max_tokens=64, max_rows=8)
+    results = []
+    for model in (Model(weights), Model(weights, ops)):
+        state = State(weights.shape, 4, shift_dtype=torch.float16)
+        tokens = torch.arange(sum(lengths))
+        results.append([model.forward(tokens, Rows([2, 0, 1], lengths), state).float().clone() for _ in range(2)] + [state.wkv])
+    for expected, got in zip(*results, strict=True):
+        assert (got - expected).norm() <= 1e-2 * expected.norm()
 
 
 if __name__ == "__main__":

@@ -22,9 +22,10 @@ from rwkv_batch.engine.engine_loop import Worker
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
 from rwkv_batch.errors import CheckpointError, UsageError
 from rwkv_batch.kernels import compiler, self_check
+from rwkv_batch.kernels.autotune import IN_PLACE_ROWS, Autotuner
 from rwkv_batch.kernels.compiler import KernelError
 from rwkv_batch.kernels.launch import Launcher
-from rwkv_batch.kernels.ops import IN_PLACE_ROWS, KernelOps
+from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.state_fill import StateFill
 from rwkv_batch.model import reference_ops
 from rwkv_batch.model import weights as weights_module
@@ -226,11 +227,8 @@ def build_engine(
     prefills = None if config.batch_invariant else PrefillGraphs(model, sampler, state, max_tokens=max_tokens)
     slots = torch.tensor([*range(num_slots)] + [-1] * IN_PLACE_ROWS, device=device)
     state.last_ids.random_(1, len(weights.embedding))  # steps that are timed want rows that differ
-    ops.tune(
-        weights,
-        sorted({*sizes, *(prefills.sizes if prefills else ())}),
-        lambda num_rows: model.forward(None, Rows.decoding(slots[:num_rows]), state),
-    )
+    tuner = Autotuner(ops, lambda num_rows: model.forward(None, Rows.decoding(slots[:num_rows]), state))
+    tuner.tune(sorted({*sizes, *(prefills.sizes if prefills else ())}))
     graphs.capture()
     if prefills:
         prefills.capture()
@@ -246,7 +244,8 @@ def compiled_ops(mode: str) -> SimpleNamespace:
         raise UsageError(f"--compile {mode}: must be one of {', '.join(known)}", param="compile")
     log.info("operations through torch.compile (%s): the first steps of every shape are slow", mode)
     names = ("embed", "add_norm_mix", "time_mix", "channel_mix", "logits")
-    return SimpleNamespace(**{name: torch.compile(getattr(reference_ops, name), mode=mode) for name in names})
+    compiled = {name: torch.compile(getattr(reference_ops, name), mode=mode) for name in names}
+    return SimpleNamespace(prepare=reference_ops.prepare, **compiled)
 
 
 def choose_device(wanted: str) -> torch.device:

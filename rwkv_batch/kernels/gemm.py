@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.launch import INT, POINTER, Launcher, check, pointer
-from rwkv_batch.kernels.linear import LowRank
+from rwkv_batch.kernels.linear import Lora
 
 BK = 64  # k of a stage; sizes must be multiples of 64
 TILES = {64: (8, 16, 32, 64, 128), 128: (8, 16, 32, 64, 128, 160, 256)}  # weight rows of a tile: rows of x of a tile
 MAX_STAGES = 16
-LEAST_SPARE = 8  # multiprocessors that are worth being left free
-MAX_MARKED = 16  # rows of x of which `Gemm.gemm` leaves marks
+LEAST_RESERVED = 8  # multiprocessors that are worth being left free
+MAX_MASKED = 16  # rows of x of which `Gemm.gemm` leaves an active mask
 PLANES = 6  # of what `project` reads: r, k, v, w, a, g
-MAX_INPUTS, MAX_RANK, INPUTS_UNIT = 16, 512, 256  # of `inputs`: rows of x, ranks of a pair, what C is a multiple of
+MAX_INPUTS = 16  # rows of x of `inputs`
+MAX_RANK = 512  # of a pair there
+INPUTS_UNIT = 256  # what C is a multiple of there
 MAX_INPUTS_WIDTH = 4096
 INPUTS_STAGES = (5, 7, 11)  # fewer leave the low-rank pairs, which wait more than they read, shorter queues before memory
 PAIR_ROWS = 3 * 8  # first halves' rows that a thread block of the pairs holds at once
@@ -27,7 +29,7 @@ NOT_SUPPORTED = 801  # cudaErrorNotSupported
 MAX_MAPS = 4096  # descriptions of x kept; beyond that they are made anew
 
 
-class Plan(NamedTuple):
+class TileConfig(NamedTuple):
     """How a product is cut up.
 
     height    weight rows of a tile
@@ -43,13 +45,13 @@ class Plan(NamedTuple):
     stages: int
     clusters: int
 
-    def marks(self, N: int, matrix: "Matrix") -> bool:
-        """Return whether the product tells which of its columns are not all zeros: each is then seen by one thread block."""
-        return self.split == 1 and matrix.batch == 1 and N <= self.tile <= MAX_MARKED
+    def leaves_mask(self, N: int, matrix: "GemmMatrix") -> bool:
+        """Return whether the product can tell which of its columns are not all zeros: each is then seen by one thread block."""
+        return self.split == 1 and matrix.batch == 1 and N <= self.tile <= MAX_MASKED
 
 
 @dataclass(frozen=True)
-class Matrix:
+class GemmMatrix:
     """A weight and how the copy engine reads it for tiles of each height. `transposed`: stored [batch, K, M]."""
 
     weight: Tensor
@@ -62,7 +64,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Down:
+class GemmLora:
     """The first halves of a layer's low-rank pairs [R, K], and how the copy engine reads them."""
 
     weight: Tensor
@@ -78,12 +80,12 @@ class Gemm:
     """The matrix product on one device.
 
     available  False where the device is not a Hopper; then nothing but the constructor works
-    overlap    start, and fetch weights, while the kernel before in the stream ends (programmatic dependent launch)
+    pdl        programmatic dependent launch: start, and fetch weights, while the kernel before in the stream ends
     """
 
-    def __init__(self, launcher: Launcher, *, overlap: bool = True):
+    def __init__(self, launcher: Launcher, *, pdl: bool = True):
         self.launcher = launcher
-        self.overlap = overlap
+        self.pdl = pdl
         self._gemm = launcher.bind("rwkv_gemm", *(POINTER,) * 4, *(INT,) * 12)
         self._project = launcher.bind("rwkv_gemm_project", *(POINTER,) * 5, *(INT,) * 13)
         self._inputs = launcher.bind("rwkv_gemm_inputs", *(POINTER,) * 15, *(INT,) * 12)
@@ -95,10 +97,10 @@ class Gemm:
         if error not in (0, NOT_SUPPORTED):
             raise RuntimeError(f"rwkv_gemm_setup failed with CUDA error {error}")
         self.available = error == 0
-        self.processors = torch.cuda.get_device_properties(launcher.device).multi_processor_count
-        self._arrived = torch.zeros(self.processors + 1, dtype=torch.int64, device=launcher.device)  # thread blocks of `inputs`
+        self.num_sms = torch.cuda.get_device_properties(launcher.device).multi_processor_count
+        self._arrived = torch.zeros(self.num_sms + 1, dtype=torch.int64, device=launcher.device)  # thread blocks of `inputs`
 
-    def prepare(self, weight: Tensor, transposed: bool = False) -> Matrix:
+    def prepare(self, weight: Tensor, transposed: bool = False) -> GemmMatrix:
         """Describe a weight [M, K], or [batch, M, K] for several products at once; `transposed`: [K, M] or [batch, K, M].
 
         fp16, contiguous; the handle keeps it alive. ValueError when a size is no multiple of 64.
@@ -113,14 +115,14 @@ class Gemm:
             maps = {height: self._map(weight, sizes, strides, (64, BK, height // 64, 1)) for height in TILES}
         else:
             maps = self._maps_of(weight, M, K, batch)
-        return Matrix(weight, batch, M, K, transposed, weight.dim() == 3, maps)
+        return GemmMatrix(weight, batch, M, K, transposed, weight.dim() == 3, maps)
 
-    def prepare_down(self, weight: Tensor, ranks: tuple[int, int, int, int]) -> Down:
+    def prepare_lora(self, weight: Tensor, ranks: tuple[int, int, int, int]) -> GemmLora:
         """Describe the first halves of the low-rank pairs [R, K], for `project`; ranks of w, a, v, g, multiples of 8."""
         check("weight", weight, self.launcher.device, torch.float16, (sum(ranks), weight.shape[-1]))
         if weight.shape[1] % 64 or any(rank % 8 for rank in ranks):
             raise ValueError(f"weight: K {weight.shape[1]} must be a multiple of 64, ranks {ranks} of 8")
-        return Down(weight, ranks, self._maps_of(weight, *weight.shape, 1))
+        return GemmLora(weight, ranks, self._maps_of(weight, *weight.shape, 1))
 
     def _maps_of(self, weight: Tensor, M: int, K: int, batch: int) -> dict[int, ctypes.Array]:
         return {height: self._map(weight, (K, M, batch), (2 * K, 2 * M * K), (BK, height, 1)) for height in TILES}
@@ -128,34 +130,37 @@ class Gemm:
     def gemm(
         self,
         x: Tensor,
-        matrix: Matrix,
+        matrix: GemmMatrix,
         out: Tensor,
         relu_square: bool = False,
-        plan: Plan | None = None,
-        marks: Tensor | None = None,
+        config: TileConfig | None = None,
+        active_mask: Tensor | None = None,
     ) -> Tensor:
         """out [N, M] = x [N, K] W^T, fp16 with sums in fp32; stacked: x [batch, N, K], out [batch, N, M].
 
         relu_square applies max(., 0)^2 to the sums, at most 65,504. A row of out depends on its row of x alone.
 
-        marks  [ceil(M / 32)] int32: where to leave a bit for each column of out that is not all zeros, if the plan `marks`
+        active_mask  [ceil(M / 32)] int32: where to leave a bit for each column of out that is not all zeros; for configs that
+                     `leaves_mask` says yes to
         """
         N, lead = x.shape[-2], (matrix.batch,) if matrix.stacked else ()
         check("x", x, self.launcher.device, torch.float16, (*lead, N, matrix.K))
         check("out", out, self.launcher.device, torch.float16, (*lead, N, matrix.M))
-        plan = plan or self.plan(N, matrix)
-        if marks is not None:
-            check("marks", marks, self.launcher.device, torch.int32, (math.ceil(matrix.M / 32),))
-            if not plan.marks(N, matrix):
-                raise ValueError(f"marks: not made by {plan} for {N} rows of x")
-        x_map = self._x_map(x, N, matrix.K, matrix.batch, plan.tile)
+        config = config or self.tile_config(N, matrix)
+        if active_mask is not None:
+            check("active_mask", active_mask, self.launcher.device, torch.int32, (math.ceil(matrix.M / 32),))
+            if not config.leaves_mask(N, matrix):
+                raise ValueError(f"active_mask: not made by {config} for {N} rows of x")
+        x_map = self._x_map(x, N, matrix.K, matrix.batch, config.tile)
         self.launcher.launch(
-            self._gemm, ctypes.addressof(matrix.maps[plan.height]), ctypes.addressof(x_map), pointer(out), pointer(marks),
-            N, matrix.M, matrix.K, matrix.batch, matrix.transposed, relu_square, *plan, self.overlap,
+            self._gemm, ctypes.addressof(matrix.maps[config.height]), ctypes.addressof(x_map), pointer(out),
+            pointer(active_mask), N, matrix.M, matrix.K, matrix.batch, matrix.transposed, relu_square, *config, self.pdl,
         )  # fmt: skip
         return out
 
-    def project(self, mixed: Tensor, matrix: Matrix, down: Down, rkv: Tensor, hidden: Tensor, plan: Plan) -> None:
+    def project(
+        self, mixed: Tensor, matrix: GemmMatrix, lora: GemmLora, rkv: Tensor, hidden: Tensor, config: TileConfig
+    ) -> None:
         """rkv [3, N, M] = r, k and v, and hidden [N, R] = tanh(x_w w1), x_a a1, x_v v1, sigmoid(x_g g1), in one launch.
 
         mixed [6, N, K] in the order r, k, v, w, a, g; `matrix` stacks three weights. As `gemm` otherwise.
@@ -163,44 +168,44 @@ class Gemm:
         N = mixed.shape[1]
         check("mixed", mixed, self.launcher.device, torch.float16, (PLANES, N, matrix.K))
         check("rkv", rkv, self.launcher.device, torch.float16, (3, N, matrix.M))
-        check("hidden", hidden, self.launcher.device, torch.float16, (N, len(down.weight)))
-        if matrix.batch != 3 or matrix.transposed or down.weight.shape[1] != matrix.K:
-            raise ValueError("matrix: three weights [M, K] are needed, and `down` of the same K")
-        x_map = self._x_map(mixed, N, matrix.K, PLANES, plan.tile)
-        maps = (matrix.maps[plan.height], x_map, down.maps[plan.height])
+        check("hidden", hidden, self.launcher.device, torch.float16, (N, len(lora.weight)))
+        if matrix.batch != 3 or matrix.transposed or lora.weight.shape[1] != matrix.K:
+            raise ValueError("matrix: three weights [M, K] are needed, and `lora` of the same K")
+        x_map = self._x_map(mixed, N, matrix.K, PLANES, config.tile)
+        maps = (matrix.maps[config.height], x_map, lora.maps[config.height])
         self.launcher.launch(
-            self._project, *map(ctypes.addressof, maps), pointer(rkv), pointer(hidden), N, matrix.M, matrix.K, *down.ranks,
-            *plan, self.overlap,
+            self._project, *map(ctypes.addressof, maps), pointer(rkv), pointer(hidden), N, matrix.M, matrix.K, *lora.ranks,
+            *config, self.pdl,
         )  # fmt: skip
 
-    def project_plans(self, N: int, matrix: Matrix, down: Down) -> list[Plan]:
+    def project_configs(self, N: int, matrix: GemmMatrix, lora: GemmLora) -> list[TileConfig]:
         """Return ways to cut up `project` for N rows, of which timing shall choose."""
-        plans = []
+        configs = []
         for height, tile in ((h, t) for h, tiles in TILES.items() for t in tiles):
             if (N <= 64 and not N <= tile < 2 * max(N, 8)) or (N > 64 and tile < 64):
                 continue
-            tiles = math.ceil(N / tile) * (math.ceil(matrix.M / height) * 3 + down.tiles(height))
+            tiles = math.ceil(N / tile) * (math.ceil(matrix.M / height) * 3 + lora.tiles(height))
             for split in (1, 2):
-                if split == 2 and (N > 64 or tiles * 2 > 5 * self.processors or matrix.K < 12 * BK):
+                if split == 2 and (N > 64 or tiles * 2 > 5 * self.num_sms or matrix.K < 12 * BK):
                     continue
                 most = 5 if tile <= 32 else 2 if tile <= 64 else 1
-                least = min(most, math.ceil(tiles * split / self.processors))
+                least = min(most, math.ceil(tiles * split / self.num_sms))
                 for blocks in sorted({least, max(1, least - 1)} if N <= 64 else {least}):
                     stages = _stages(height, tile, split, matrix.K // BK // split, blocks)
-                    plans.append(Plan(height, tile, split, stages, _even(tiles, blocks * self.processors)))
-        return list(dict.fromkeys(plans))
+                    configs.append(TileConfig(height, tile, split, stages, _even(tiles, blocks * self.num_sms)))
+        return list(dict.fromkeys(configs))
 
     def inputs(
         self,
         mixed: Tensor,
-        matrix: Matrix,
-        pack: LowRank,
+        matrix: GemmMatrix,
+        lora: Lora,
         rkv: Tensor,
         hidden: Tensor,
         gates: tuple[Tensor | None, ...],
-        plan: Plan,
+        config: TileConfig,
     ) -> None:
-        """`project` and `Linear.low_rank_up` in one launch: rkv [3, N, C], hidden [N, R]; `gates` u, rate, blend, gate [N, C].
+        """`project` and `Linear.lora_up` in one launch: rkv [3, N, C], hidden [N, R]; `gates` w_raw, a, v_mix, g [N, C].
 
         mixed [6, N, C], N <= 16. A token's result depends neither on the others nor on N; the order of sums is another one.
         Thread blocks wait for each other, so such launches must come one after another, in one stream.
@@ -208,35 +213,35 @@ class Gemm:
         N, C = mixed.shape[1:]
         check("mixed", mixed, self.launcher.device, torch.float16, (PLANES, N, matrix.K))
         check("rkv", rkv, self.launcher.device, torch.float16, (3, N, matrix.M))
-        check("hidden", hidden, self.launcher.device, torch.float16, (N, pack.rank))
-        for name, out in zip(("u", "rate", "blend", "gate"), gates, strict=True):
-            if name != "blend" or pack.v0 is not None:
-                dtype = torch.float32 if name == "u" else torch.float16
+        check("hidden", hidden, self.launcher.device, torch.float16, (N, lora.rank))
+        for name, out in zip(("w_raw", "a", "v_mix", "g"), gates, strict=True):
+            if name != "v_mix" or lora.v0 is not None:
+                dtype = torch.float32 if name == "w_raw" else torch.float16
                 check(name, out, self.launcher.device, dtype, (N, C))
-        if matrix.batch != 3 or matrix.transposed or not matrix.M == matrix.K == pack.width:
-            raise ValueError("matrix: three weights [C, C] are needed, and `pack` of the same C")
-        if plan not in self.inputs_plans(N, matrix, pack):
-            raise ValueError(f"plan: {plan} does not fit {N} rows of x and this matrix")
-        x_map = self._x_map(mixed, N, C, PLANES, plan.tile)
-        tensors = (mixed, pack.down, pack.up, pack.w0, pack.a0, pack.v0, rkv, hidden, *gates, self._arrived)
+        if matrix.batch != 3 or matrix.transposed or not matrix.M == matrix.K == lora.width:
+            raise ValueError("matrix: three weights [C, C] are needed, and `lora` of the same C")
+        if config not in self.inputs_configs(N, matrix, lora):
+            raise ValueError(f"config: {config} does not fit {N} rows of x and this matrix")
+        x_map = self._x_map(mixed, N, C, PLANES, config.tile)
+        tensors = (mixed, lora.down, lora.up, lora.w0, lora.a0, lora.v0, rkv, hidden, *gates, self._arrived)
         self.launcher.launch(
-            self._inputs, ctypes.addressof(matrix.maps[plan.height]), ctypes.addressof(x_map), *map(pointer, tensors), N, C,
-            *pack.ranks, *plan, self.overlap,
+            self._inputs, ctypes.addressof(matrix.maps[config.height]), ctypes.addressof(x_map), *map(pointer, tensors), N, C,
+            *lora.ranks, *config, self.pdl,
         )  # fmt: skip
 
-    def inputs_plans(self, N: int, matrix: Matrix, pack: LowRank) -> list[Plan]:
+    def inputs_configs(self, N: int, matrix: GemmMatrix, lora: Lora) -> list[TileConfig]:
         """Return ways to cut up `inputs` for N rows, of which timing shall choose; none where it does not fit."""
         C = matrix.K
-        if N > MAX_INPUTS or C % INPUTS_UNIT or C > MAX_INPUTS_WIDTH or max(pack.ranks) > MAX_RANK:
+        if N > MAX_INPUTS or C % INPUTS_UNIT or C > MAX_INPUTS_WIDTH or max(lora.ranks) > MAX_RANK:
             return []
-        tile, plans = 8 if N <= 8 else 16, []
-        fewest = math.ceil(pack.rank / PAIR_ROWS)  # thread blocks of the pairs; with less they would be waited for
+        tile, configs = 8 if N <= 8 else 16, []
+        fewest = math.ceil(lora.rank / PAIR_ROWS)  # thread blocks of the pairs; with less they would be waited for
         for height in TILES:
             tiles = math.ceil(C / height) * 3
-            if tiles + fewest <= self.processors:
+            if tiles + fewest <= self.num_sms:
                 most = _stages(height, tile, 1, C // BK, 1)
-                plans += [Plan(height, tile, 1, min(stages, most), tiles) for stages in INPUTS_STAGES]
-        return list(dict.fromkeys(plans))
+                configs += [TileConfig(height, tile, 1, min(stages, most), tiles) for stages in INPUTS_STAGES]
+        return list(dict.fromkeys(configs))
 
     def _x_map(self, x: Tensor, N: int, K: int, planes: int, tile: int) -> ctypes.Array:
         key = (x.data_ptr(), N, K, planes, tile)
@@ -246,31 +251,31 @@ class Gemm:
             self._maps[key] = self._map(x, (K, N, planes), (2 * K, 2 * N * K), (BK, tile, 1))
         return self._maps[key]
 
-    def plan(self, N: int, matrix: Matrix) -> Plan:
+    def tile_config(self, N: int, matrix: GemmMatrix) -> TileConfig:
         """Return how `gemm` cuts up a product of N rows."""
-        return choose_plan(N, matrix.M, matrix.K, matrix.batch, self.processors)
+        return choose_config(N, matrix.M, matrix.K, matrix.batch, self.num_sms)
 
-    def sparing_plans(self, N: int, matrix: Matrix) -> list[Plan]:
+    def sparing_configs(self, N: int, matrix: GemmMatrix) -> list[TileConfig]:
         """Return ways to cut up a product of N rows that leave multiprocessors for another kernel; few rows have `inputs`."""
         if N <= MAX_INPUTS:
             return []
-        plan = self.plan(N, matrix)
-        tiles = math.ceil(matrix.M / plan.height) * math.ceil(N / plan.tile) * matrix.batch
-        stages = _stages(plan.height, plan.tile, 1, matrix.K // BK, 1)
-        clusters = {_even(tiles, most) for most in (self.processors, self.processors * 3 // 4)}
-        plans = [Plan(plan.height, plan.tile, 1, stages, each) for each in sorted(clusters, reverse=True)]
-        return [plan for plan in plans if self.spare(plan) >= LEAST_SPARE]
+        config = self.tile_config(N, matrix)
+        tiles = math.ceil(matrix.M / config.height) * math.ceil(N / config.tile) * matrix.batch
+        stages = _stages(config.height, config.tile, 1, matrix.K // BK, 1)
+        clusters = {_even(tiles, most) for most in (self.num_sms, self.num_sms * 3 // 4)}
+        configs = [TileConfig(config.height, config.tile, 1, stages, each) for each in sorted(clusters, reverse=True)]
+        return [config for config in configs if self.reserved_sms(config) >= LEAST_RESERVED]
 
-    def spare(self, plan: Plan) -> int:
+    def reserved_sms(self, config: TileConfig) -> int:
         """Return how many multiprocessors a product leaves free whose thread blocks take one each."""
-        return self.processors - plan.clusters * plan.split
+        return self.num_sms - config.clusters * config.split
 
-    def plans(self, N: int, matrix: Matrix) -> list[Plan]:
-        """Return that plan and, for few rows, others that timing may prefer."""
-        plan = self.plan(N, matrix)
+    def tile_configs(self, N: int, matrix: GemmMatrix) -> list[TileConfig]:
+        """Return that config and, for few rows, others that timing may prefer."""
+        config = self.tile_config(N, matrix)
         if N > 64:
-            return [plan]
-        return list(dict.fromkeys([plan, *_rival_plans(plan, matrix.M, matrix.K, matrix.batch, self.processors)]))
+            return [config]
+        return list(dict.fromkeys([config, *_rival_configs(config, matrix.M, matrix.K, matrix.batch, self.num_sms)]))
 
     def _map(self, tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> ctypes.Array:
         """Return a tensor map: `sizes` and `box` in elements, innermost first; `strides` in bytes, from the second on."""
@@ -286,56 +291,56 @@ class Gemm:
 
 
 @functools.lru_cache(4096)
-def choose_plan(N: int, M: int, K: int, batch: int, processors: int) -> Plan:
-    """Return a plan for N rows; the rules were found by timing all plans on an H200."""
-    return (_plan_few if N <= 64 else _plan_many)(N, M, K, batch, processors)
+def choose_config(N: int, M: int, K: int, batch: int, num_sms: int) -> TileConfig:
+    """Return a config for N rows; the rules were found by timing all on an H200."""
+    return (_config_few if N <= 64 else _config_many)(N, M, K, batch, num_sms)
 
 
-def _plan_few(N: int, M: int, K: int, batch: int, processors: int) -> Plan:
+def _config_few(N: int, M: int, K: int, batch: int, num_sms: int) -> TileConfig:
     """Few rows: the time is that of reading the weights, so each multiprocessor asks for an equal part and for many at once."""
     tile = next(t for t in TILES[64] if t >= N)
     tiles, steps = math.ceil(M / 64) * batch, K // BK
     split = 1
-    while split < 8 and steps >= 6 * split and tiles * split < 0.7 * processors:
+    while split < 8 and steps >= 6 * split and tiles * split < 0.7 * num_sms:
         split *= 2
-    rounds = math.ceil(tiles / processors)
-    if split == 1 and tile <= 32 and tiles < 0.75 * rounds * processors and rounds <= 2 and steps >= 6:
+    rounds = math.ceil(tiles / num_sms)
+    if split == 1 and tile <= 32 and tiles < 0.75 * rounds * num_sms and rounds <= 2 and steps >= 6:
         split = 2
     steps = math.ceil(steps / split)
-    blocks = min(math.ceil(tiles * split / processors), 3 if split > 1 else 2)
+    blocks = min(math.ceil(tiles * split / num_sms), 3 if split > 1 else 2)
     if blocks == 1 and steps <= 64 and tile < 32 * split:  # leave room for the next kernel's first stages
         blocks = 3 if split >= 4 and tile <= 32 else 2
-    return Plan(64, tile, split, _stages(64, tile, split, steps, blocks), _even(tiles, blocks * processors))
+    return TileConfig(64, tile, split, _stages(64, tile, split, steps, blocks), _even(tiles, blocks * num_sms))
 
 
-def _rival_plans(plan: Plan, M: int, K: int, batch: int, processors: int) -> list[Plan]:
+def _rival_configs(config: TileConfig, M: int, K: int, batch: int, num_sms: int) -> list[TileConfig]:
     """With as many stages as there is room for; and with tiles twice as high, which read x half as often."""
     steps, rivals = K // BK, []
     for height in TILES:
-        tiles, split = math.ceil(M / height) * batch, plan.split
-        blocks = min(math.ceil(tiles * split / processors), 2)
-        if height > plan.height:
-            split, blocks = max(s for s in (1, 2, 4, 8) if s == 1 or (tiles * s <= processors and 6 * s <= steps)), 1
-        stages = _stages(height, plan.tile, split, math.ceil(steps / split), blocks)
-        rivals.append(Plan(height, plan.tile, split, stages, _even(tiles, blocks * processors)))
+        tiles, split = math.ceil(M / height) * batch, config.split
+        blocks = min(math.ceil(tiles * split / num_sms), 2)
+        if height > config.height:
+            split, blocks = max(s for s in (1, 2, 4, 8) if s == 1 or (tiles * s <= num_sms and 6 * s <= steps)), 1
+        stages = _stages(height, config.tile, split, math.ceil(steps / split), blocks)
+        rivals.append(TileConfig(height, config.tile, split, stages, _even(tiles, blocks * num_sms)))
     return rivals
 
 
-def _plan_many(N: int, M: int, K: int, batch: int, processors: int) -> Plan:
-    """Many rows: the plan with the least estimated time, in us."""
-    plans = []
+def _config_many(N: int, M: int, K: int, batch: int, num_sms: int) -> TileConfig:
+    """Many rows: the config with the least estimated time, in us."""
+    configs = []
     for height, tile in ((h, t) for h, tiles in TILES.items() for t in tiles if t >= h):
         tiles, steps = math.ceil(M / height) * math.ceil(N / tile) * batch, K // BK
         for split in (1, 2):
-            if split == 2 and (2 * tiles > processors or steps < 12):
+            if split == 2 and (2 * tiles > num_sms or steps < 12):
                 continue
             step = max(2.3e-5 * height * tile, 1.75e-3 * (height + tile))  # multiplying, loading
-            time = math.ceil(tiles * split / processors) * (step * steps / split + 9.3e-5 * height * tile)
+            time = math.ceil(tiles * split / num_sms) * (step * steps / split + 9.3e-5 * height * tile)
             time += 3.8e-4 * height * tile * (split - 1)
             blocks = 2 if tile == 64 else 1
             stages = _stages(height, tile, split, math.ceil(steps / split), blocks)
-            plans.append((time, Plan(height, tile, split, stages, _even(tiles, blocks * processors))))
-    return min(plans)[1]
+            configs.append((time, TileConfig(height, tile, split, stages, _even(tiles, blocks * num_sms))))
+    return min(configs)[1]
 
 
 def _even(tiles: int, at_once: int) -> int:

@@ -2,8 +2,9 @@
 
 N tokens, width C, feed-forward width F; operands and results are fp16 unless said otherwise, sums are fp32. A token's result
 depends neither on the other tokens nor on its place among them. Up to 16 tokens it does not depend on N either, and in
-`sparse_project` never. Beyond, low_rank_up has two orders of sums, below and from GROUPED_UP tokens on; that of low_rank_down
-changes with the number of thread blocks that share one: 8 below GROUPED_DOWN tokens, then 8, 4, 2 or 1, see `down_plan`.
+`sparse_ffn` never. Beyond, lora_up has two orders of sums, below and from GROUPED_UP tokens on; that of lora_down
+changes with the number of thread blocks that share one: 8 below GROUPED_DOWN tokens, then 8, 4, 2 or 1, see
+`lora_down_config`.
 """
 
 import functools
@@ -19,23 +20,24 @@ from rwkv_batch.model.weights import Layer
 
 HALF = torch.float16
 MAX_GEMV = 16  # tokens
-MAX_SPARSE = 8  # tokens of `sparse_project`
-MAX_UNION = 16  # tokens of `union_project`
-MARKS = 32  # units to a word of their marks
+MAX_SPARSE = 8  # tokens of `sparse_ffn`
+MAX_MASKED = 16  # tokens of `masked_ffn`
+MASK_UNITS = 32  # units to a word of the active mask
 RANK_UNIT = 32  # the kernels' ranks are multiples of this
 PLANES = 6  # of `mixed`: r, k, v, w, a, g
-GROUPED_DOWN = 128  # tokens from which low_rank_down is a grouped product (cuda/grouped.cu), on Hopper GPUs
-GROUPED_UP = 128  # the same of low_rank_up
-GROUPED_ROWS, GROUPED_K = 128, 64  # rows of weights of a tile, values of k that are loaded at a time
+GROUPED_DOWN = 128  # tokens from which lora_down is a grouped product (cuda/grouped.cu), on Hopper GPUs
+GROUPED_UP = 128  # the same of lora_up
+GROUPED_ROWS = 128  # rows of weights of a tile
+GROUPED_K = 64  # values of k that are loaded at a time
 SPLIT_US = 3.0  # that thread blocks which share a tile take to add their sums
-SPARE_PLANS = 2  # to be timed
+RESERVED_CONFIGS = 2  # to be timed
 
 
-class Plan(NamedTuple):
+class GroupedConfig(NamedTuple):
     """How a grouped product is cut up: see `start_grouped` in cuda/products.cuh. No tile: not grouped.
 
     tile    tokens of a tile: 32, 64, 128, 160 or 256
-    splits  thread blocks that share a tile's K and add their sums in a fixed order, 1 to 8; of low_rank_down
+    splits  thread blocks that share a tile's K and add their sums in a fixed order, 1 to 8; of lora_down
     blocks  thread blocks to a multiprocessor
     """
 
@@ -44,11 +46,11 @@ class Plan(NamedTuple):
     blocks: int = 1
 
 
-SMALL_UP = Plan(64, 1, 3)  # of low_rank_up: small parts, also for where a kernel beside it leaves little room before its end
+SMALL_LORA_UP = GroupedConfig(64, 1, 3)  # small parts, also for where a kernel beside it leaves little room before its end
 
 
 @dataclass(frozen=True)
-class LowRank:
+class Lora:
     """A layer's low-rank pairs packed for the kernels; ranks are padded with zeros to multiples of 32, their sum is R.
 
     down   [R, C]: the rows of w, a, v, g
@@ -65,53 +67,53 @@ class LowRank:
     ranks: tuple[int, int, int, int]
 
     @classmethod
-    def pack(cls, layer: Layer) -> "LowRank":
+    def of(cls, layer: Layer) -> "Lora":
         """Pack the pairs of `layer`."""
         width = layer.w0.shape[0]
         downs, ups, ranks = [], [], []
         for first, second in ((layer.w1, layer.w2), (layer.a1, layer.a2), (layer.v1, layer.v2), (layer.g1, layer.g2)):
             rank = 0 if first is None else first.shape[1]
-            padded = -(-rank // RANK_UNIT) * RANK_UNIT
+            padded = padded_rank(rank)
             ranks.append(padded)
             if rank:
                 downs.append(torch.nn.functional.pad(first.t().to(HALF), (0, 0, 0, padded - rank)))
                 ups.append(torch.nn.functional.pad(second.t().to(HALF), (0, padded - rank)).reshape(-1))
         v0 = None if layer.v0 is None else layer.v0.float()
-        pack = cls(torch.cat(downs), torch.cat(ups), layer.w0.float(), layer.a0.float(), v0, tuple(ranks))
-        assert pack.down.shape == (pack.rank, width)
-        return pack
+        lora = cls(torch.cat(downs), torch.cat(ups), layer.w0.float(), layer.a0.float(), v0, tuple(ranks))
+        assert lora.down.shape == (lora.rank, width)
+        return lora
 
     @property
     def rank(self) -> int:
-        """R."""
+        """R, the sum of the ranks."""
         return sum(self.ranks)
 
     @property
     def width(self) -> int:
-        """C."""
+        """C, the model's."""
         return self.down.shape[1]
 
 
 class Linear:
     """The kernels of cuda/linear.cu, grouped.cu and sparse.cu; ValueError, naming the argument, for tensors they cannot take.
 
-    overlap  let a kernel start, and fetch its weights, while the one before it in the stream ends (programmatic dependent
-             launch); its weights must not be written by that one
+    pdl  programmatic dependent launch: a kernel may start, and fetch its weights, while the one before it in the stream ends;
+         its weights must not be written by that one
     """
 
-    def __init__(self, launcher: Launcher, *, overlap: bool = False):
+    def __init__(self, launcher: Launcher, *, pdl: bool = False):
         self.launcher = launcher
-        self.overlap = overlap
+        self.pdl = pdl
         properties = torch.cuda.get_device_properties(launcher.device)
-        self.processors = properties.multi_processor_count
+        self.num_sms = properties.multi_processor_count
         self.hopper = properties.major == 9
         self._gemv = launcher.bind("rwkv_gemv", *[POINTER] * 3, *[INT] * 6)
         self._project = launcher.bind("rwkv_project", *[POINTER] * 5, *[INT] * 7)
-        self._down = launcher.bind("rwkv_low_rank_down", *[POINTER] * 3, *[INT] * 10)
-        self._up = launcher.bind("rwkv_low_rank_up", *[POINTER] * 9, *[INT] * 9)
-        self._sparse = launcher.bind("rwkv_sparse_project", *[POINTER] * 3, *[INT] * 4)
-        self._union = launcher.bind("rwkv_union_project", *[POINTER] * 4, *[INT] * 4)
-        self._mark = launcher.bind("rwkv_mark_units", *[POINTER] * 2, *[INT] * 3)
+        self._lora_down = launcher.bind("rwkv_low_rank_down", *[POINTER] * 3, *[INT] * 10)
+        self._lora_up = launcher.bind("rwkv_low_rank_up", *[POINTER] * 9, *[INT] * 9)
+        self._sparse_ffn = launcher.bind("rwkv_sparse_project", *[POINTER] * 3, *[INT] * 4)
+        self._masked_ffn = launcher.bind("rwkv_union_project", *[POINTER] * 4, *[INT] * 4)
+        self._build_active_mask = launcher.bind("rwkv_mark_units", *[POINTER] * 2, *[INT] * 3)
         self._relu_square = launcher.bind("rwkv_relu_square", POINTER, INT, INT)
 
     def gemv(self, x: Tensor, weight: Tensor, out: Tensor, *, relu_square: bool = False) -> None:
@@ -127,108 +129,108 @@ class Linear:
         self._check("out", out, (*lead, n, m))
         _require(n <= MAX_GEMV and problems <= 7 and k % 64 == 0, f"gemv: N {n}, P {problems} or K {k} does not fit")
         pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
-        self.launcher.launch(self._gemv, *pointers, problems, n, m, k, int(relu_square), self.overlap)
+        self.launcher.launch(self._gemv, *pointers, problems, n, m, k, int(relu_square), self.pdl)
 
-    def project(self, mixed: Tensor, weight: Tensor, pack: LowRank, rkv: Tensor, hidden: Tensor) -> None:
-        """`gemv` of r, k, v and `low_rank_down` in one launch: rkv [3, N, C] and hidden [N, R]; N <= 16.
+    def project(self, mixed: Tensor, weight: Tensor, lora: Lora, rkv: Tensor, hidden: Tensor) -> None:
+        """`gemv` of r, k, v and `lora_down` in one launch: rkv [3, N, C] and hidden [N, R]; N <= 16.
 
         mixed [6, N, C] in the order r, k, v, w, a, g; weight [3, C, C] of r, k, v.
         """
-        n, c = mixed.shape[1], pack.width
+        n, c = mixed.shape[1], lora.width
         self._check("mixed", mixed, (PLANES, n, c))
         self._check("weight", weight, (3, c, c))
         self._check("rkv", rkv, (3, n, c))
-        self._check("hidden", hidden, (n, pack.rank))
+        self._check("hidden", hidden, (n, lora.rank))
         _require(n <= MAX_GEMV, f"project: at most {MAX_GEMV} tokens, not {n}")
-        pointers = (mixed.data_ptr(), weight.data_ptr(), pack.down.data_ptr(), rkv.data_ptr(), hidden.data_ptr())
-        self.launcher.launch(self._project, *pointers, n, c, *pack.ranks, self.overlap)
+        pointers = (mixed.data_ptr(), weight.data_ptr(), lora.down.data_ptr(), rkv.data_ptr(), hidden.data_ptr())
+        self.launcher.launch(self._project, *pointers, n, c, *lora.ranks, self.pdl)
 
-    def low_rank_down(self, mixed: Tensor, pack: LowRank, hidden: Tensor, *, plan: Plan | None = None) -> None:
+    def lora_down(self, mixed: Tensor, lora: Lora, hidden: Tensor, *, config: GroupedConfig | None = None) -> None:
         """hidden [N, R] = tanh(x_w w1), x_a a1, x_v v1, sigmoid(x_g g1) side by side, of mixed [6, N, C].
 
-        plan  instead of that for N tokens
+        config  instead of that for N tokens
         """
-        n, c = mixed.shape[1], pack.width
+        n, c = mixed.shape[1], lora.width
         self._check("mixed", mixed, (PLANES, n, c))
-        self._check("hidden", hidden, (n, pack.rank))
+        self._check("hidden", hidden, (n, lora.rank))
         grouped = self.hopper and n >= GROUPED_DOWN
-        plan = plan or (down_plan(n, c, pack.ranks, self.processors) if grouped else Plan())
-        pointers = (mixed.data_ptr(), pack.down.data_ptr(), hidden.data_ptr())
-        self.launcher.launch(self._down, *pointers, n, c, *pack.ranks, *plan, self.overlap)
+        config = config or (lora_down_config(n, c, lora.ranks, self.num_sms) if grouped else GroupedConfig())
+        pointers = (mixed.data_ptr(), lora.down.data_ptr(), hidden.data_ptr())
+        self.launcher.launch(self._lora_down, *pointers, n, c, *lora.ranks, *config, self.pdl)
 
-    def low_rank_up(
+    def lora_up(
         self,
         hidden: Tensor,
-        pack: LowRank,
-        u: Tensor,
-        rate: Tensor,
-        blend: Tensor | None,
-        gate: Tensor,
+        lora: Lora,
+        w_raw: Tensor,
+        a: Tensor,
+        v_mix: Tensor | None,
+        g: Tensor,
         *,
-        plan: Plan | None = None,
+        config: GroupedConfig | None = None,
     ) -> None:
         """From hidden [N, R], all [N, C]: the pairs' second halves.
 
-        u     fp32, w0 + h_w w2: what the decay is the sigmoid of
-        rate  sigmoid(a0 + h_a a2)
-        blend sigmoid(v0 + h_v v2), not written in layer 0
-        gate  h_g g2
-        plan  instead of that for N tokens
+        w_raw   fp32, w0 + h_w w2: what the decay is the sigmoid of
+        a       sigmoid(a0 + h_a a2)
+        v_mix   sigmoid(v0 + h_v v2), not written in layer 0
+        g       h_g g2
+        config  instead of that for N tokens
         """
-        n, c = hidden.shape[0], pack.width
-        self._check("hidden", hidden, (n, pack.rank))
-        self._check("u", u, (n, c), torch.float32)
-        self._check("rate", rate, (n, c))
-        self._check("gate", gate, (n, c))
-        if pack.v0 is not None:
-            _require(blend is not None, "blend: needed in a layer with v")
-            self._check("blend", blend, (n, c))
-        inputs = (hidden.data_ptr(), pack.up.data_ptr(), pack.w0.data_ptr(), pack.a0.data_ptr(), pointer(pack.v0))
-        outputs = (u.data_ptr(), rate.data_ptr(), pointer(blend), gate.data_ptr())
+        n, c = hidden.shape[0], lora.width
+        self._check("hidden", hidden, (n, lora.rank))
+        self._check("w_raw", w_raw, (n, c), torch.float32)
+        self._check("a", a, (n, c))
+        self._check("g", g, (n, c))
+        if lora.v0 is not None:
+            _require(v_mix is not None, "v_mix: needed in a layer with v")
+            self._check("v_mix", v_mix, (n, c))
+        inputs = (hidden.data_ptr(), lora.up.data_ptr(), lora.w0.data_ptr(), lora.a0.data_ptr(), pointer(lora.v0))
+        outputs = (w_raw.data_ptr(), a.data_ptr(), pointer(v_mix), g.data_ptr())
         grouped = self.hopper and n >= GROUPED_UP
-        plan = plan or (up_plan(n, c, pack.ranks, self.processors) if grouped else Plan())
-        self.launcher.launch(self._up, *inputs, *outputs, n, c, *pack.ranks, plan.tile, plan.blocks, self.overlap)
+        config = config or (lora_up_config(n, c, lora.ranks, self.num_sms) if grouped else GroupedConfig())
+        self.launcher.launch(self._lora_up, *inputs, *outputs, n, c, *lora.ranks, config.tile, config.blocks, self.pdl)
 
-    def sparse_project(self, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+    def sparse_ffn(self, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
         """out [N, C] = hidden [N, F] weight [F, C], each token reading the rows of units that are on in it.
 
         N <= 8; F a multiple of 4, C of 64.
         """
         n, f, c = self._check_sparse(hidden, weight, out)
-        _require(n <= MAX_SPARSE and f % 4 == 0 and c % 64 == 0, f"sparse_project: N {n}, F {f} or C {c} does not fit")
-        self.launcher.launch(self._sparse, hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), n, f, c, self.overlap)
+        _require(n <= MAX_SPARSE and f % 4 == 0 and c % 64 == 0, f"sparse_ffn: N {n}, F {f} or C {c} does not fit")
+        self.launcher.launch(self._sparse_ffn, hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), n, f, c, self.pdl)
 
-    def union_project(self, hidden: Tensor, marks: Tensor, weight: Tensor, out: Tensor) -> None:
+    def masked_ffn(self, hidden: Tensor, active_mask: Tensor, weight: Tensor, out: Tensor) -> None:
         """out [N, C] = hidden [N, F] weight [F, C], reading once the rows of units that are on in some token.
 
         N <= 16; F a multiple of 32, C of 128; on Hopper GPUs; `weight` finite.
 
-        marks  of hidden, as `mark_units` or `Gemm.gemm` leave them
+        active_mask  of hidden, as `build_active_mask` or `Gemm.gemm` leave it
         """
         n, f, c = self._check_sparse(hidden, weight, out)
-        _require(self.union_fits(n, f, c), f"union_project: N {n}, F {f} or C {c} does not fit, or the GPU is no Hopper")
-        self._check("marks", marks, (f // MARKS,), torch.int32)
-        pointers = (hidden.data_ptr(), marks.data_ptr(), weight.data_ptr(), out.data_ptr())
-        self.launcher.launch(self._union, *pointers, n, f, c, self.overlap)
+        _require(self.masked_ffn_fits(n, f, c), f"masked_ffn: N {n}, F {f} or C {c} does not fit, or the GPU is no Hopper")
+        self._check("active_mask", active_mask, (f // MASK_UNITS,), torch.int32)
+        pointers = (hidden.data_ptr(), active_mask.data_ptr(), weight.data_ptr(), out.data_ptr())
+        self.launcher.launch(self._masked_ffn, *pointers, n, f, c, self.pdl)
 
-    def mark_units(self, hidden: Tensor, marks: Tensor) -> None:
-        """marks [F / 32] int32: bit i of word w says whether unit 32 w + i of hidden [N, F] is on in some token."""
+    def build_active_mask(self, hidden: Tensor, active_mask: Tensor) -> None:
+        """active_mask [F / 32] int32: bit i of word w says whether unit 32 w + i of hidden [N, F] is on in some token."""
         n, f = hidden.shape
         self._check("hidden", hidden, (n, f))
-        _require(f % MARKS == 0, f"mark_units: F {f} is no multiple of {MARKS}")
-        self._check("marks", marks, (f // MARKS,), torch.int32)
-        self.launcher.launch(self._mark, hidden.data_ptr(), marks.data_ptr(), n, f, self.overlap)
+        _require(f % MASK_UNITS == 0, f"build_active_mask: F {f} is no multiple of {MASK_UNITS}")
+        self._check("active_mask", active_mask, (f // MASK_UNITS,), torch.int32)
+        self.launcher.launch(self._build_active_mask, hidden.data_ptr(), active_mask.data_ptr(), n, f, self.pdl)
 
-    def union_fits(self, n: int, f: int, c: int) -> bool:
-        """Return whether `union_project` takes N tokens, F units and width C."""
-        return self.hopper and n <= MAX_UNION and f % 32 == 0 and c % 128 == 0
+    def masked_ffn_fits(self, n: int, f: int, c: int) -> bool:
+        """Return whether `masked_ffn` takes N tokens, F units and width C."""
+        return self.hopper and n <= MAX_MASKED and f % 32 == 0 and c % 128 == 0
 
     def relu_square_(self, hidden: Tensor) -> None:
         """hidden [N, F] = min(max(hidden, 0)^2, 65504) in place; N * F a multiple of 8."""
         self._check("hidden", hidden, hidden.shape)
         count = hidden.numel()
         _require(count % 8 == 0, f"relu_square_: {count} values are no multiple of 8")
-        self.launcher.launch(self._relu_square, hidden.data_ptr(), count // 8, self.overlap)
+        self.launcher.launch(self._relu_square, hidden.data_ptr(), count // 8, self.pdl)
 
     def _check_sparse(self, hidden: Tensor, weight: Tensor, out: Tensor) -> tuple[int, int, int]:
         n, f, c = hidden.shape[0], *weight.shape
@@ -241,45 +243,50 @@ class Linear:
         check(name, tensor, self.launcher.device, dtype, shape)
 
 
+def padded_rank(rank: int) -> int:
+    """Return the rank that the kernels work with."""
+    return -(-rank // RANK_UNIT) * RANK_UNIT
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
 
 
 @functools.lru_cache(4096)
-def down_plan(N: int, C: int, ranks: tuple[int, ...], processors: int) -> Plan:
-    """Return how low_rank_down is cut up: as many thread blocks share a tile as the GPU holds for all tiles at once."""
+def lora_down_config(N: int, C: int, ranks: tuple[int, ...], num_sms: int) -> GroupedConfig:
+    """Return how lora_down is cut up: as many thread blocks share a tile as the GPU holds for all tiles at once."""
     rows, steps = sum(math.ceil(rank / GROUPED_ROWS) for rank in ranks), C // GROUPED_K
-    at_once = processors // 16 * 16  # clusters lie within some 16 multiprocessors
+    at_once = num_sms // 16 * 16  # clusters lie within some 16 multiprocessors
     for splits in (8, 4, 2):
         for tile in (64, 128, 160):
             if rows * math.ceil(N / tile) * splits <= at_once and splits <= steps // 2:
-                return Plan(tile, splits)
-    whole = (Plan(128, 1, 2), Plan(160), Plan(256))
-    return min(whole, key=lambda plan: _rounds(plan, rows, N, processors) * _step(plan.tile))
+                return GroupedConfig(tile, splits)
+    whole = (GroupedConfig(128, 1, 2), GroupedConfig(160), GroupedConfig(256))
+    return min(whole, key=lambda config: _rounds(config, rows, N, num_sms) * _step(config.tile))
 
 
-def up_plan(N: int, C: int, ranks: tuple[int, ...], processors: int) -> Plan:
-    """Return how low_rank_up is cut up: where there are enough large tiles, two thread blocks write and multiply in turn."""
+def lora_up_config(N: int, C: int, ranks: tuple[int, ...], num_sms: int) -> GroupedConfig:
+    """Return how lora_up is cut up: where there are enough large tiles, two thread blocks write and multiply in turn."""
     tiles = math.ceil(C / GROUPED_ROWS) * math.ceil(N / 128) * sum(rank > 0 for rank in ranks)
-    return Plan(128, 1, 2) if tiles > 1.5 * processors else SMALL_UP
+    return GroupedConfig(128, 1, 2) if tiles > 1.5 * num_sms else SMALL_LORA_UP
 
 
-def spare_plans(N: int, C: int, ranks: tuple[int, ...], processors: int) -> list[Plan]:
-    """Return ways to cut up low_rank_down on multiprocessors that another kernel leaves free, the best by estimate first."""
+def reserved_configs(N: int, C: int, ranks: tuple[int, ...], num_sms: int) -> list[GroupedConfig]:
+    """Return ways to cut up lora_down on multiprocessors that another kernel leaves free, the best by estimate first."""
     rows, steps = sum(math.ceil(rank / GROUPED_ROWS) for rank in ranks), C // GROUPED_K
 
-    def taken(plan: Plan) -> float:
-        return _rounds(plan, rows, N, processors) * (steps / plan.splits * _step(plan.tile) + SPLIT_US * (plan.splits > 1))
+    def taken(config: GroupedConfig) -> float:
+        return _rounds(config, rows, N, num_sms) * (steps / config.splits * _step(config.tile) + SPLIT_US * (config.splits > 1))
 
     all_splits = [splits for splits in (1, 2, 4) if splits <= steps // 2]
-    best = [min((Plan(tile, splits) for tile in (64, 128, 160)), key=taken) for splits in all_splits]
-    return sorted(best, key=taken)[:SPARE_PLANS]
+    best = [min((GroupedConfig(tile, splits) for tile in (64, 128, 160)), key=taken) for splits in all_splits]
+    return sorted(best, key=taken)[:RESERVED_CONFIGS]
 
 
-def _rounds(plan: Plan, rows: int, N: int, processors: int) -> int:
+def _rounds(config: GroupedConfig, rows: int, N: int, num_sms: int) -> int:
     """Return how often each multiprocessor gets a thread block, when `rows` tiles of weights meet N tokens."""
-    return math.ceil(rows * math.ceil(N / plan.tile) * plan.splits / processors)
+    return math.ceil(rows * math.ceil(N / config.tile) * config.splits / num_sms)
 
 
 def _step(tile: int) -> float:

@@ -2,8 +2,8 @@
 
 Shapes: N tokens of B rows packed one after another, width C (a multiple of 64, at most 4096), H = C / 64 heads, S slots. In a
 decode step every row is one token (N = B) and belongs to its own slot; slot -1 is padding: such a row touches no state and its
-outputs mean nothing. `reference.py` says what the results are; sums are fp32, stored values fp16 unless a docstring says fp32.
-No method allocates or waits; ValueError names the argument that does not fit.
+outputs mean nothing. `model/reference_ops.py` says what the results are; sums are fp32, stored values fp16 unless a docstring
+says fp32. No method allocates or waits; ValueError names the argument that does not fit.
 """
 
 from collections.abc import Sequence
@@ -26,49 +26,49 @@ class PackedRows:
     """Where the rows of a prefill step lie, on the device.
 
     slots          [B] int64, distinct, -1 for a row whose state is not kept
-    starts         [B+1] int32: row b owns tokens starts[b] to starts[b+1] - 1
+    cu_seqlens     [B+1] int32: row b owns tokens cu_seqlens[b] to cu_seqlens[b+1] - 1
     last_index     [B] int32: position of each row's last token
     previous_slot  [N] int32: for a row's first token its slot, or -2 when it has none; -1 for the others
     """
 
     slots: Tensor
-    starts: Tensor
+    cu_seqlens: Tensor
     last_index: Tensor
     previous_slot: Tensor
 
     @classmethod
     def of(cls, slots: Sequence[int], lengths: Sequence[int], device: torch.device | str) -> "PackedRows":
         """Build it from each row's slot and length (>= 1) with one copy to the device."""
-        starts, previous_slot = [0], []
+        cu_seqlens, previous_slot = [0], []
         for slot, length in zip(slots, lengths, strict=True):
-            starts.append(starts[-1] + length)
+            cu_seqlens.append(cu_seqlens[-1] + length)
             previous_slot += [slot if slot >= 0 else NO_SLOT] + [CONTINUES] * (length - 1)
-        last_index = [start - 1 for start in starts[1:]]
-        packed = torch.tensor([*slots, *starts, *last_index, *previous_slot], dtype=torch.int64).to(device)
+        last_index = [start - 1 for start in cu_seqlens[1:]]
+        packed = torch.tensor([*slots, *cu_seqlens, *last_index, *previous_slot], dtype=torch.int64).to(device)
         small = packed[len(slots) :].int()
-        return cls(packed[: len(slots)], *small.split([len(starts), len(slots), len(previous_slot)]))
+        return cls(packed[: len(slots)], *small.split([len(cu_seqlens), len(slots), len(previous_slot)]))
 
 
 @dataclass(frozen=True)
 class WkvInputs:
-    """What the matrices make of N tokens for the recurrence; fp16 but for u.
+    """What the matrices make of N tokens for the recurrence; fp16 but for w_raw.
 
     r, k, v      [N, C]
-    u            [N, C] fp32: w = exp(-exp(-0.5) * sigmoid(u)), the bias w0 is in it
-    rate         [N, C], after its sigmoid
-    blend        [N, C], after its sigmoid, or None in layer 0
-    gate         [N, C]
-    first_value  [N, C]: written in layer 0, read in the others
+    w_raw        [N, C] fp32: w = exp(-exp(-0.5) * sigmoid(w_raw)), the bias w0 is in it
+    a            [N, C], the in-context learning rate, after its sigmoid
+    v_mix        [N, C], how much of v_first becomes v, after its sigmoid; None in layer 0
+    g            [N, C], the gate
+    v_first      [N, C]: the values of layer 0, written there, read in the others
     """
 
     r: Tensor
     k: Tensor
     v: Tensor
-    u: Tensor
-    rate: Tensor
-    blend: Tensor | None
-    gate: Tensor
-    first_value: Tensor
+    w_raw: Tensor
+    a: Tensor
+    v_mix: Tensor | None
+    g: Tensor
+    v_first: Tensor
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class WkvLayer:
 
 
 class Mix:
-    """The kernels on one device. `overlap`: a kernel may start while the one before it ends; then every kernel of the stream
+    """The kernels on one device. `pdl`: a kernel may start while the one before it ends; then every kernel of the stream
     that touches the same memory must wait for its predecessor as these do (griddepcontrol.wait)."""
 
-    def __init__(self, launcher: Launcher, *, overlap: bool = False):
+    def __init__(self, launcher: Launcher, *, pdl: bool = False):
         self._launcher = launcher
         self._device = launcher.device
-        self._overlap = int(overlap)
-        self._processors = torch.cuda.get_device_properties(launcher.device).multi_processor_count
+        self._pdl = int(pdl)
+        self._num_sms = torch.cuda.get_device_properties(launcher.device).multi_processor_count
         self._hopper = torch.version.hip is None and torch.cuda.get_device_capability(launcher.device)[0] == 9
         self._embed = launcher.bind("rwkv_embed", *[POINTER] * 4, *[INT] * 3)
         self._decode = launcher.bind("rwkv_add_norm_mix_decode", *[POINTER] * 8, *[INT] * 6)
@@ -106,7 +106,7 @@ class Mix:
         """x [N, C] fp32 = the rows `ids` [N] int64 of table [V, C]."""
         n, c = x.shape
         self._check(ids=(ids, torch.int64, (n,)), table=(table, torch.float16, (len(table), c)), x=(x, torch.float32, (n, c)))
-        self._launcher.launch(self._embed, pointer(ids), None, pointer(table), pointer(x), n, c, self._overlap)
+        self._launcher.launch(self._embed, pointer(ids), None, pointer(table), pointer(x), n, c, self._pdl)
 
     def embed_decode(self, last_ids: Tensor, slots: Tensor, table: Tensor, x: Tensor) -> None:
         """x [B, C] fp32 = the rows last_ids[slots] of table [V, C], zeros for padding; last_ids [S], slots [B] int64."""
@@ -118,7 +118,7 @@ class Mix:
             x=(x, torch.float32, (n, c)),
         )
         arguments = (last_ids, slots, table, x)
-        self._launcher.launch(self._embed, *map(pointer, arguments), n, c, self._overlap)
+        self._launcher.launch(self._embed, *map(pointer, arguments), n, c, self._pdl)
 
     def add_norm_mix_decode(
         self,
@@ -132,20 +132,20 @@ class Mix:
         out: Tensor,
         *,
         parts: int | None = None,
-        settled: bool = False,
+        inputs_ready: bool = False,
     ) -> None:
         """x [B, C] fp32 += y [B, C]; out[k] = lerp(layer norm of x, shift[slots], mix[k]); shift[slots] = layer norm of x.
 
         y may be None; weight, bias [C] fp32; mix [K, C] fp32, K = 6 or 1; shift [S, C]; slots [B] int64; out [K, B, C].
-        parts    blocks a row is spread over, by default what is fast; results do not depend on it
-        settled  promises that whatever wrote `shift` and `slots` had ended before the preceding kernel began
+        parts         blocks a row is spread over, by default what is fast; results do not depend on it
+        inputs_ready  promises that whatever wrote `shift` and `slots` had ended before the preceding kernel began
         """
         n, c = x.shape
         self._check_norm(x, y, weight, bias, mix, shift, out)
         self._check(slots=(slots, torch.int64, (n,)))
         parts = parts or self._parts(n, c)
         arguments = (x, y, weight, bias, mix, shift, slots, out)
-        self._launcher.launch(self._decode, *map(pointer, arguments), n, c, len(mix), parts, settled, self._overlap)
+        self._launcher.launch(self._decode, *map(pointer, arguments), n, c, len(mix), parts, inputs_ready, self._pdl)
 
     def add_norm_mix_prefill(
         self,
@@ -177,7 +177,7 @@ class Mix:
         run = run or (4 if n <= 256 else 8 if n <= 4096 else 16)
         arguments = (x, y, weight, bias, mix, shift, rows.previous_slot, rows.last_index, rows.slots, normed, out)
         sizes = (n, len(rows.slots), c, len(mix), run, parts or 1)
-        self._launcher.launch(self._prefill, *map(pointer, arguments), *sizes, self._overlap)
+        self._launcher.launch(self._prefill, *map(pointer, arguments), *sizes, self._pdl)
 
     def add_norm(self, x: Tensor, y: Tensor | None, index: Tensor | None, weight: Tensor, bias: Tensor, out: Tensor) -> None:
         """out [n, C] = layer norm of (x + y)[index]: x [N, C] fp32, y [N, C] or None, index [n] int64 or None for all."""
@@ -191,21 +191,21 @@ class Mix:
             bias=(bias, torch.float32, (c,)),
             out=(out, torch.float16, (chosen, c)),
         )
-        self._launcher.launch(self._add_norm, *map(pointer, (x, y, index, weight, bias, out)), chosen, c, self._overlap)
+        self._launcher.launch(self._add_norm, *map(pointer, (x, y, index, weight, bias, out)), chosen, c, self._pdl)
 
     def wkv_decode(
-        self, inputs: WkvInputs, layer: WkvLayer, state: Tensor, slots: Tensor, out: Tensor, *, settled: bool = False
+        self, inputs: WkvInputs, layer: WkvLayer, state: Tensor, slots: Tensor, out: Tensor, *, inputs_ready: bool = False
     ) -> None:
         """One token for each row: from the recurrence's inputs to out [B, C], what goes into the output matrix.
 
-        state    [S, H, 64 value, 64 key] fp16 or fp32, updated in place; slots [B] int64.
-        settled  promises that whatever wrote `state` and `slots` had ended before the preceding kernel began
+        state         [S, H, 64 value, 64 key] fp16 or fp32, updated in place; slots [B] int64.
+        inputs_ready  promises that whatever wrote `state` and `slots` had ended before the preceding kernel began
         """
         n, c = out.shape
         self._check_wkv(inputs, layer, state, out)
         self._check(slots=(slots, torch.int64, (n,)))
         arguments = (pointer(state), STATE_TYPES[state.dtype], pointer(slots), pointer(out))
-        sizes = (n, c // HEAD_SIZE, settled, self._overlap)
+        sizes = (n, c // HEAD_SIZE, inputs_ready, self._pdl)
         self._launcher.launch(self._wkv_decode, *self._wkv_pointers(inputs, layer), *arguments, *sizes)
 
     def wkv_prefill(
@@ -219,14 +219,14 @@ class Mix:
         c = out.shape[1]
         self._check_wkv(inputs, layer, state, out)
         self._check_rows(rows)
-        arguments = (pointer(state), STATE_TYPES[state.dtype], pointer(rows.starts), pointer(rows.slots), pointer(out))
+        arguments = (pointer(state), STATE_TYPES[state.dtype], pointer(rows.cu_seqlens), pointer(rows.slots), pointer(out))
         sizes = [len(rows.slots), c // HEAD_SIZE]
         kernel = self._wkv_scan
         if self._wkv_chunks and not exact:
             kernel = self._wkv_chunks
-            alone = self._hopper and sizes[0] * sizes[1] <= self._processors  # a block has a multiprocessor to itself
+            alone = self._hopper and sizes[0] * sizes[1] <= self._num_sms  # a block has a multiprocessor to itself
             sizes.append(8 if alone else 4)
-        self._launcher.launch(kernel, *self._wkv_pointers(inputs, layer), *arguments, *sizes, self._overlap)
+        self._launcher.launch(kernel, *self._wkv_pointers(inputs, layer), *arguments, *sizes, self._pdl)
 
     def _parts(self, rows: int, width: int) -> int:
         """Few rows are spread over several blocks each, since one block alone reads the layer's vectors too slowly."""
@@ -260,7 +260,7 @@ class Mix:
         b = len(rows.slots)
         self._check(
             slots=(rows.slots, torch.int64, (b,)),
-            starts=(rows.starts, torch.int32, (b + 1,)),
+            cu_seqlens=(rows.cu_seqlens, torch.int32, (b + 1,)),
             last_index=(rows.last_index, torch.int32, (b,)),
             previous_slot=(rows.previous_slot, torch.int32, rows.previous_slot.shape),
         )
@@ -269,7 +269,7 @@ class Mix:
         n, c = out.shape
         for name, tensor in vars(inputs).items():
             if tensor is not None:
-                check(name, tensor, self._device, torch.float32 if name == "u" else torch.float16, (n, c))
+                check(name, tensor, self._device, torch.float32 if name == "w_raw" else torch.float16, (n, c))
         for name, tensor in vars(layer).items():
             check(name, tensor, self._device, torch.float32, (c,))
         if state.dtype not in STATE_TYPES:

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from rwkv_batch.kernels.card_cache import recall, remember
 from rwkv_batch.kernels.launch import Launcher
-from rwkv_batch.kernels.ops import PLANES, KernelOps
+from rwkv_batch.kernels.layer_kernels import PLANES
+from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.state_fill import StateFill
+from rwkv_batch.kernels.variants import Product, Variant
 from rwkv_batch.model import reference_ops
 from rwkv_batch.model.reference_ops import Rows
 from rwkv_batch.model.rwkv7 import Model
@@ -26,7 +28,11 @@ log = logging.getLogger("rwkv_batch.engine")
 
 SAMPLER, FILL = "sampler", "state"
 OPS = ("embed", "add_norm_mix", "time_mix", "channel_mix", "logits")
-PRODUCTS = {"time_mix": ("rkv", "output"), "channel_mix": ("ffn_key", "ffn_value"), "logits": ("head",)}  # of these ops
+PRODUCTS: dict[str, tuple[Product, ...]] = {  # of these ops
+    "time_mix": ("rkv", "output"),
+    "channel_mix": ("ffn_key", "ffn_value"),
+    "logits": ("head",),
+}
 TOLERANCE = 1e-2  # relative RMS; fp16 rounding between kernels leaves about 1e-3
 WIDTH, FFN, VOCAB, RANKS = 256, 1024, 512, (32, 32, 16, 64)
 SLOTS = 100
@@ -50,23 +56,26 @@ class PartlyReferenceOps(KernelOps):
     def add_norm_mix(self, x, y, weight, bias, mix, shift, rows):
         if "add_norm_mix" not in self.replaced:
             return super().add_norm_mix(x, y, weight, bias, mix, shift, rows)
-        added, mixed = reference_ops.add_norm_mix(x, y, weight, bias, mix, shift, rows)
-        return x.copy_(added), mixed[list(PLANES[: len(mixed)])].half()
+        ours = len(mix) == len(PLANES)  # in the kernels' order
+        added, mixed = reference_ops.add_norm_mix(x, y, weight, bias, (mix[ORDER] if ours else mix)[:, None], shift, rows)
+        return x.copy_(added), (mixed[list(PLANES)] if ours else mixed).half()
 
-    def time_mix(self, mixed, layer, wkv_state, rows, first_value):
+    def time_mix(self, mixed, layer, wkv_state, rows, v_first):
         if "time_mix" not in self.replaced:
-            return super().time_mix(mixed, layer, wkv_state, rows, first_value)
-        first = None if first_value is None else first_value.float()
-        y, first = reference_ops.time_mix(mixed[ORDER].float(), layer, wkv_state, rows, first)
-        return y.half(), self._now.first_value.copy_(first)
+            return super().time_mix(mixed, layer, wkv_state, rows, v_first)
+        first = None if v_first is None else v_first.float()
+        y, first = reference_ops.time_mix(mixed[ORDER].float(), layer.source, wkv_state, rows, first)
+        return y.half(), self._now.v_first.copy_(first)
 
     def channel_mix(self, mixed, layer):
         if "channel_mix" not in self.replaced:
             return super().channel_mix(mixed, layer)
-        return reference_ops.channel_mix(mixed.float(), layer).half()
+        return reference_ops.channel_mix(mixed.float(), layer.source).half()
 
-    def logits(self, x, y, weights, index):
-        return reference_ops.logits(x, y, weights, index) if "logits" in self.replaced else super().logits(x, y, weights, index)
+    def logits(self, x, y, model, index):
+        if "logits" not in self.replaced:
+            return super().logits(x, y, model, index)
+        return reference_ops.logits(x, y, model.source, index)
 
 
 def failing(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None) -> list[str]:
@@ -117,29 +126,31 @@ def _agrees(name: str, launcher: Launcher, wkv_dtype: torch.dtype) -> bool:
     """Run the forward pass with only this op on kernels, in every way that these sizes can be done, beside one with none."""
     weights = random_weights(launcher.device)
     limits = {"max_tokens": 128, "max_rows": 128}
-    expecting = PartlyReferenceOps(weights, launcher, frozenset(OPS), **limits)
-    tested = PartlyReferenceOps(weights, launcher, frozenset(OPS) - {name}, **limits)
+    expecting = Model(weights, PartlyReferenceOps(weights, launcher, frozenset(OPS), **limits))
+    ops = PartlyReferenceOps(weights, launcher, frozenset(OPS) - {name}, **limits)
+    tested = Model(weights, ops)
     for lengths in CASES:
-        expected = _run(expecting, weights, lengths, wkv_dtype)
-        for product, num_tokens, way in [("", 0, None), *_ways(tested, name, lengths, weights.layers[0])]:
-            tested.choose(product, num_tokens, way)
+        expected = _run(expecting, lengths, wkv_dtype)
+        for product, num_tokens, variant in [("head", 0, None), *_variants(ops, name, lengths)]:
+            ops.choose(product, num_tokens, variant)
             try:
-                got = _run(tested, weights, lengths, wkv_dtype)
+                got = _run(tested, lengths, wkv_dtype)
             except (RuntimeError, ValueError):
-                log.error("op %s (%s by %s) cannot be run for rows of %s", name, product, way, lengths)
+                log.error("op %s (%s by %s) cannot be run for rows of %s", name, product, variant, lengths)
                 raise
             for one, other in zip(expected, got, strict=True):
                 if not float((one - other).norm()) <= TOLERANCE * float(one.norm()):  # NaN is a failure too
-                    log.error("op %s (%s by %s): wrong for rows of %s", name, product, way, lengths)
+                    log.error("op %s (%s by %s): wrong for rows of %s", name, product, variant, lengths)
                     return False
-            tested.choose(product, num_tokens, None)
+            ops.choose(product, num_tokens, None)
     return True
 
 
-def _ways(ops: KernelOps, name: str, lengths: list[int], layer: Layer) -> list[tuple[str, int, str]]:
+def _variants(ops: KernelOps, name: str, lengths: list[int]) -> list[tuple[Product, int, Variant]]:
     """Return the op's products, their tokens in such a step, and how they can be done."""
     sizes = [(product, len(lengths) if product == "head" else sum(lengths)) for product in PRODUCTS.get(name, ())]
-    return [(product, size, way) for product, size in sizes for way in ops.ways(product, size, layer)]
+    layer = ops.prepared.layers[0]
+    return [(product, size, variant) for product, size in sizes for variant in ops.variants(product, size, layer)]
 
 
 @torch.inference_mode()
@@ -158,15 +169,16 @@ def _fills(launcher: Launcher, wkv_dtype: torch.dtype) -> bool:
     return torch.equal(one.shift, other.shift) and torch.equal(one.wkv, other.wkv)
 
 
-def _run(ops: KernelOps, weights: Weights, lengths: list[int], wkv_dtype: torch.dtype) -> list[Tensor]:
+def _run(model: Model, lengths: list[int], wkv_dtype: torch.dtype) -> list[Tensor]:
     """Return the logits of two steps and the state after them."""
+    weights = model.weights
     generator = torch.Generator(device=weights.device).manual_seed(len(lengths))
     state = State(weights.shape, SLOTS, shift_dtype=torch.float16, wkv_dtype=wkv_dtype, device=weights.device)
     slots = [(7 * i + 3) % SLOTS for i in range(len(lengths))]
     logits = []
     for _ in range(2):
         tokens = torch.randint(0, VOCAB, (sum(lengths),), generator=generator, device=weights.device)
-        logits.append(Model(weights, ops).forward(tokens, Rows(slots, lengths, weights.device), state).float())
+        logits.append(model.forward(tokens, Rows(slots, lengths, weights.device), state).float())
     return [*(t.clone() for t in logits), state.shift.float(), state.wkv.float()]
 
 
@@ -193,7 +205,8 @@ def random_weights(device: torch.device, num_layers: int = 2) -> Weights:
             a1=matrix(WIDTH, rank_a), a2=matrix(rank_a, WIDTH, width=rank_a),
             v1=None if first else matrix(WIDTH, rank_v), v2=None if first else matrix(rank_v, WIDTH, width=rank_v),
             g1=matrix(WIDTH, rank_g), g2=matrix(rank_g, WIDTH, width=rank_g),
-            k_k=normal(WIDTH, std=0.1, mean=0.8), k_a=k_a, keep_k=1 - k_a, r_k=normal(WIDTH // HEAD_SIZE, HEAD_SIZE, std=0.1),
+            k_k=normal(WIDTH, std=0.1, mean=0.8), k_a=k_a, one_minus_k_a=1 - k_a,
+            r_k=normal(WIDTH // HEAD_SIZE, HEAD_SIZE, std=0.1),
             rkv=matrix(3, WIDTH, WIDTH), output=matrix(WIDTH, WIDTH),
             ffn_key=matrix(FFN, WIDTH), ffn_value=matrix(FFN, WIDTH, width=FFN),
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Every op of the forward pass in plain torch: the CPU path, and the judge of every kernel.
 
 Ops take packed rows: N tokens of B rows one after another, described by `Rows`. Arithmetic is fp32 whatever the weights'
-dtype. `kernels.py` offers the same names and signatures. RWKV-7 is described in Peng et al., "RWKV-7 Goose" (2025).
+dtype. `kernels/ops.py` offers the same names and signatures. RWKV-7 is described in Peng et al., "RWKV-7 Goose" (2025).
 """
 
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from rwkv_batch.model.weights import HEAD_SIZE, Layer, Weights
 
 CHUNK = 32  # tokens a chunk; decays of half a chunk stay above e^-9.7, so both factors of a decay ratio fit into fp32
-LOG_DECAY_SCALE = -0.6065306597126334  # -exp(-0.5): log decay = LOG_DECAY_SCALE * sigmoid(.)
+LOG_W_SCALE = -0.6065306597126334  # -exp(-0.5): log w = LOG_W_SCALE * sigmoid(.)
 GROUP_NORM_EPS = 64e-5
 LARGEST_HALF = 65504.0
 BAGS = 4  # parts that the sparse half of the channel mix is summed in
-FEW_ROWS = (3, 16)  # batch sizes, and
-TALL = 16384  # the least height of a matrix, for which `linear` multiplies transposed on a CPU
+TRANSPOSED_ROWS = (3, 16)  # the least and most rows that `linear` multiplies transposed on a CPU
+TRANSPOSED_HEIGHT = 16384  # the least height of the matrix there
 
 
 @dataclass
@@ -144,6 +144,11 @@ class Chunks:
         return cls(slots, index.masked_fill_(padding, 0), padding if padded else None, in_order, counts)
 
 
+def prepare(weights: Weights) -> Weights:
+    """Return what `Model` hands to the ops: here the weights as they are."""
+    return weights
+
+
 def embed(embedding: torch.Tensor, tokens: torch.Tensor | None, rows: Rows, last_ids: torch.Tensor) -> torch.Tensor:
     """Return the rows of `embedding` [V, C] for tokens [N], or for each row's `last_ids[slot]` -> [N, C]."""
     return embedding[last_ids[rows.slot_index] if tokens is None else tokens].float()
@@ -172,7 +177,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """[N, in] times weight [out, in] -> [N, out] fp32."""
     if weight.dtype != torch.float32:
         return F.linear(x.to(weight.dtype), weight).float()
-    if FEW_ROWS[0] <= x.shape[0] <= FEW_ROWS[1] and weight.shape[0] >= TALL and not x.is_cuda:
+    if TRANSPOSED_ROWS[0] <= x.shape[0] <= TRANSPOSED_ROWS[1] and weight.shape[0] >= TRANSPOSED_HEIGHT and not x.is_cuda:
         return torch.mm(weight, x.t()).t()  # for these shapes MKL reads the matrix twice or thrice the other way round
     return F.linear(x, weight)
 
@@ -206,32 +211,32 @@ def shift_mix(x: torch.Tensor, mix: torch.Tensor, shift: torch.Tensor, rows: Row
 
 
 def time_mix(
-    mixed: torch.Tensor, layer: Layer, wkv_state: torch.Tensor, rows: Rows, first_value: torch.Tensor | None
+    mixed: torch.Tensor, layer: Layer, wkv_state: torch.Tensor, rows: Rows, v_first: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention-like half of a block: mixed [6, N, C], wkv_state [S, H, 64, 64] updated in place.
 
-    first_value  layer 0's values [N, C], None in layer 0 itself
+    v_first  the values of layer 0 [N, C], None in layer 0 itself
     Returns the output [N, C] and the first values [N, C].
     """
     x_r, x_w, x_k, x_v, x_a, x_g = mixed.unbind()
     n, c = x_r.shape
     heads = (n, c // HEAD_SIZE, HEAD_SIZE)
     r, k, v = linear(x_r, layer.receptance), linear(x_k, layer.key), linear(x_v, layer.value)
-    log_decay = project(project(x_w, layer.w1).tanh_(), layer.w2, layer.w0).sigmoid_().mul_(LOG_DECAY_SCALE)
-    rate = project(project(x_a, layer.a1), layer.a2, layer.a0).sigmoid_()
-    gate = project(project(x_g, layer.g1).sigmoid_(), layer.g2)
-    if first_value is None:
-        first_value = v
+    log_w = project(project(x_w, layer.w1).tanh_(), layer.w2, layer.w0).sigmoid_().mul_(LOG_W_SCALE)
+    a = project(project(x_a, layer.a1), layer.a2, layer.a0).sigmoid_()
+    g = project(project(x_g, layer.g1).sigmoid_(), layer.g2)
+    if v_first is None:
+        v_first = v
     else:
-        v = torch.lerp(v, first_value, project(project(x_v, layer.v1), layer.v2, layer.v0).sigmoid_())
-    removal = (k * layer.k_k).view(heads)
-    removal.div_(torch.linalg.vector_norm(removal, dim=-1, keepdim=True).clamp_min_(1e-12))
-    k = k.mul_(torch.addcmul(layer.keep_k, rate, layer.k_a)).view(heads)
+        v = torch.lerp(v, v_first, project(project(x_v, layer.v1), layer.v2, layer.v0).sigmoid_())
+    kk = (k * layer.k_k).view(heads)
+    kk.div_(torch.linalg.vector_norm(kk, dim=-1, keepdim=True).clamp_min_(1e-12))
+    k = k.mul_(torch.addcmul(layer.one_minus_k_a, a, layer.k_a)).view(heads)
     r, v = r.view(heads), v.view(heads)
-    y = wkv(r, log_decay.view(heads), k, v, removal, rate.view(heads), wkv_state, rows)
+    y = wkv(r, log_w.view(heads), k, v, kk, a.view(heads), wkv_state, rows)
     y = torch.group_norm(y.view(n, c), heads[1], layer.ln_x_weight, layer.ln_x_bias, GROUP_NORM_EPS)
     bonus = (r * layer.r_k).mul_(k).sum(-1, keepdim=True)
-    return linear(y.view(heads).addcmul_(bonus, v).view(n, c).mul_(gate), layer.output), first_value
+    return linear(y.view(heads).addcmul_(bonus, v).view(n, c).mul_(g), layer.output), v_first
 
 
 def channel_mix(mixed: torch.Tensor, layer: Layer) -> torch.Tensor:
@@ -250,34 +255,34 @@ def channel_mix(mixed: torch.Tensor, layer: Layer) -> torch.Tensor:
     return project(hidden, layer.ffn_value)
 
 
-def wkv(r, log_decay, k, v, removal, rate, state: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """The recurrence S <- S diag(w) - (S removal) (rate removal)^T + v k^T, y = S r, for each row from its slot's state.
+def wkv(r, log_w, k, v, kk, a, state: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The recurrence S <- S diag(w) - (S kk) (a kk)^T + v k^T, y = S r, for each row from its slot's state.
 
-    r, log_decay, k, v, removal, rate  [N, H, 64] fp32; w = exp(log_decay)
-    state                              [S, H, 64 value, 64 key], updated in place
+    r, log_w, k, v, kk, a  [N, H, 64] fp32; w = exp(log_w)
+    state                  [S, H, 64 value, 64 key], updated in place
     Returns y [N, H, 64] fp32. Rows of one token take one step; longer ones the matrix form, a chunk at a time.
     """
     if rows.is_decode:
-        return _wkv_step(r, log_decay, k, v, removal, rate, state, rows.slot_index)
+        return _wkv_step(r, log_w, k, v, kk, a, state, rows.slot_index)
     y = torch.empty_like(r)
     if rows.single:
         at, slots = rows.single_at
-        y[at] = _wkv_step(*(t[at] for t in (r, log_decay, k, v, removal, rate)), state, slots)
-    _wkv_chunks(r, log_decay, k, v, removal, rate, state, rows, y)
+        y[at] = _wkv_step(*(t[at] for t in (r, log_w, k, v, kk, a)), state, slots)
+    _wkv_chunks(r, log_w, k, v, kk, a, state, rows, y)
     return y
 
 
-def _wkv_step(r, log_decay, k, v, removal, rate, state, slots) -> torch.Tensor:
+def _wkv_step(r, log_w, k, v, kk, a, state, slots) -> torch.Tensor:
     """One token for each of B rows: [B, H, 64] -> [B, H, 64]."""
     shape = r.shape
     s = state[slots]  # a view when the slots follow one another, else a copy
     work = s.float().view(-1, HEAD_SIZE, HEAD_SIZE)
     flat = (-1, HEAD_SIZE)
-    r, w, k, v = r.view(flat), log_decay.exp().view(flat), k.view(flat), v.view(flat)
-    # S removal and S (w r) come from one pass over S; y = S_new r then needs only dot products on top.
-    pair = torch.stack((removal.view(flat), w * r), 2)
+    r, w, k, v = r.view(flat), log_w.exp().view(flat), k.view(flat), v.view(flat)
+    # S kk and S (w r) come from one pass over S; y = S_new r then needs only dot products on top.
+    pair = torch.stack((kk.view(flat), w * r), 2)
     removed, kept = torch.bmm(work, pair).unbind(2)
-    inputs = torch.stack((removal.view(flat) * rate.view(flat), k), 1)  # [B * H, 2, 64]
+    inputs = torch.stack((kk.view(flat) * a.view(flat), k), 1)  # [B * H, 2, 64]
     outputs = torch.stack((removed.neg(), v), 2)  # [B * H, 64, 2]
     dots = torch.bmm(inputs, r.unsqueeze(2))
     y = torch.bmm(outputs, dots).squeeze(2).add_(kept)
@@ -287,11 +292,11 @@ def _wkv_step(r, log_decay, k, v, removal, rate, state, slots) -> torch.Tensor:
     return y.view(shape)
 
 
-def _wkv_chunks(r, log_decay, k, v, removal, rate, state, rows: Rows, y: torch.Tensor) -> None:
+def _wkv_chunks(r, log_w, k, v, kk, a, state, rows: Rows, y: torch.Tensor) -> None:
     """The chunked matrix form, written into y's positions.
 
-    With a = removal and b = -rate removal, let G_i be the decay from a chunk's start through token i. Unrolled,
-    u_i = S_{i-1} a_i = S_0 (G_{i-1} a_i) + sum_{j<i} u_j (b_j G_{i-1}/G_j . a_i) + v_j (k_j G_{i-1}/G_j . a_i),
+    With b = -a kk, let G_i be the decay from a chunk's start through token i. Unrolled,
+    u_i = S_{i-1} kk_i = S_0 (G_{i-1} kk_i) + sum_{j<i} u_j (b_j G_{i-1}/G_j . kk_i) + v_j (k_j G_{i-1}/G_j . kk_i),
     a unit lower triangular system for all u at once; outputs and the next chunk's state are then matrix products.
     (The WY form of generalised delta rules: Yang et al., "Parallelizing linear transformers with the delta rule", 2024.)
     Every decay is counted from the chunk's middle, so that a ratio G_i/G_j splits into two factors that cannot overflow.
@@ -308,7 +313,7 @@ def _wkv_chunks(r, log_decay, k, v, removal, rate, state, rows: Rows, y: torch.T
 
     real = None if chunks.padding is None else ~chunks.padding[:, None, :, None]  # padded tokens must change nothing
 
-    through = cut(log_decay) if real is None else cut(log_decay) * real
+    through = cut(log_w) if real is None else cut(log_w) * real
     through = through.reshape(batch, CHUNK, HEAD_SIZE).cumsum(1)  # log G_i
     middle = through[:, -1:] / 2
     rise = (through - middle).exp()  # G_i counted from the middle
@@ -318,14 +323,14 @@ def _wkv_chunks(r, log_decay, k, v, removal, rate, state, rows: Rows, y: torch.T
     before[:, 1:] = rise[:, :-1]
     fall = rise.reciprocal()
 
-    a = cut(removal).reshape(batch, CHUNK, HEAD_SIZE)
-    left = room(2, CHUNK, HEAD_SIZE)  # a and r, decayed to their places
-    torch.mul(a, before, out=left[:, 0])
+    kk = cut(kk).reshape(batch, CHUNK, HEAD_SIZE)
+    left = room(2, CHUNK, HEAD_SIZE)  # kk and r, decayed to their places
+    torch.mul(kk, before, out=left[:, 0])
     torch.mul(cut(r).reshape(batch, CHUNK, HEAD_SIZE), rise, out=left[:, 1])
     if real is not None:
         fall *= real.expand(m, heads, CHUNK, HEAD_SIZE).reshape(batch, CHUNK, HEAD_SIZE)
     right = room(2, CHUNK, HEAD_SIZE)  # b and k
-    torch.mul(a.mul_(fall).neg_(), cut(rate).reshape(batch, CHUNK, HEAD_SIZE), out=right[:, 0])
+    torch.mul(kk.mul_(fall).neg_(), cut(a).reshape(batch, CHUNK, HEAD_SIZE), out=right[:, 0])
     torch.mul(cut(k).reshape(batch, CHUNK, HEAD_SIZE), fall, out=right[:, 1])
     uv = room(2, CHUNK, HEAD_SIZE)
     uv[:, 1].view(m, heads, CHUNK, HEAD_SIZE).copy_(cut(v))
@@ -363,7 +368,7 @@ def _wkv_chunks(r, log_decay, k, v, removal, rate, state, rows: Rows, y: torch.T
 
 @cache
 def _causal(device: torch.device) -> torch.Tensor:
-    """[2, CHUNK, 1, CHUNK] mask: a's line sees only earlier tokens, r's also its own."""
+    """[2, CHUNK, 1, CHUNK] mask: kk's line sees only earlier tokens, r's also its own."""
     ones = torch.ones(CHUNK, CHUNK, device=device)
     return torch.stack((ones.tril(-1), ones.tril()))[:, :, None]
 

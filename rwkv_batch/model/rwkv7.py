@@ -14,12 +14,13 @@ from rwkv_batch.model.weights import Weights
 
 
 class Model:
-    """Weights and the ops that run them. `ops` is `reference`, or anything with the same names, such as `KernelOps`."""
+    """Weights and the ops that run them. `ops` is `reference_ops`, or anything with the same names, such as `KernelOps`."""
 
     def __init__(self, weights: Weights, ops: ModuleType = reference_ops, ops_name: str = "reference"):
         self.weights = weights
         self.ops = ops
         self.ops_name = ops_name
+        self._prepared = ops.prepare(weights)  # with the names of `Weights`
 
     @torch.inference_mode()
     def forward(
@@ -32,13 +33,13 @@ class Model:
         Returns logits [B, U] (or [len(logits_of), U]); column j is token `weights.output_ids[j]`. fp32 from the reference ops;
         kernels return fp16, in a buffer that the next step overwrites.
         """
-        ops, w = self.ops, self.weights
+        ops, w = self.ops, self._prepared
         state.advance(rows.slots, rows.lengths)
         x = ops.embed(w.embedding, tokens, rows, state.last_ids)  # [N, C]
-        y, first_value = None, None
+        y, v_first = None, None
         for i, layer in enumerate(w.layers):
             x, mixed = ops.add_norm_mix(x, y, layer.ln1_weight, layer.ln1_bias, layer.att_mix, state.time_shift[i], rows)
-            y, first_value = ops.time_mix(mixed, layer, state.layer_wkv[i], rows, first_value)
+            y, v_first = ops.time_mix(mixed, layer, state.layer_wkv[i], rows, v_first)
             x, mixed = ops.add_norm_mix(x, y, layer.ln2_weight, layer.ln2_bias, layer.ffn_mix, state.channel_shift[i], rows)
             y = ops.channel_mix(mixed, layer)
         if logits_of is None and not rows.is_decode:

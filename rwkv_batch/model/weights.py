@@ -48,8 +48,8 @@ class ModelShape:
         """Heads of 64 values each."""
         return self.width // HEAD_SIZE
 
-    def tensors(self, *, first_value_residual: bool) -> dict[str, tuple[int, ...]]:
-        """Return every tensor's name and shape; `first_value_residual`: whether layer 0 carries the unused v0, v1, v2."""
+    def tensors(self, *, v_first_residual: bool) -> dict[str, tuple[int, ...]]:
+        """Return every tensor's name and shape; `v_first_residual`: whether layer 0 carries the unused v0, v1, v2."""
         c, f, v = self.width, self.ffn_width, self.vocab_size
         shapes: dict[str, tuple[int, ...]] = {"emb.weight": (v, c), "head.weight": (v, c)}
         for norm in ("blocks.0.ln0", "ln_out"):
@@ -60,11 +60,11 @@ class ModelShape:
             att = p + "att."
             shapes |= {att + name: (c,) for name in (*MIXES, "w0", "a0", "k_k", "k_a", "ln_x.weight", "ln_x.bias")}
             shapes |= {att + "r_k": (self.num_heads, HEAD_SIZE)}
-            low_rank = {"w": self.rank_w, "a": self.rank_a, "g": self.rank_g}
-            if i > 0 or first_value_residual:
-                low_rank["v"] = self.rank_v
+            lora = {"w": self.rank_w, "a": self.rank_a, "g": self.rank_g}
+            if i > 0 or v_first_residual:
+                lora["v"] = self.rank_v
                 shapes |= {att + "v0": (c,)}
-            for name, rank in low_rank.items():
+            for name, rank in lora.items():
                 shapes |= {att + f"{name}1": (c, rank), att + f"{name}2": (rank, c)}
             shapes |= {att + f"{name}.weight": (c, c) for name in ("receptance", "key", "value", "output")}
             shapes |= {p + "ffn.x_k": (c,), p + "ffn.key.weight": (f, c), p + "ffn.value.weight": (c, f)}
@@ -72,7 +72,7 @@ class ModelShape:
 
     def count_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all tensors in `dtype`."""
-        numels = (torch.Size(s).numel() for s in self.tensors(first_value_residual=False).values())
+        numels = (torch.Size(s).numel() for s in self.tensors(v_first_residual=False).values())
         return sum(numels) * dtype.itemsize
 
 
@@ -102,7 +102,7 @@ class Layer:
     v2: torch.Tensor | None
     k_k: torch.Tensor
     k_a: torch.Tensor
-    keep_k: torch.Tensor  # 1 - k_a: what a key keeps however fast its head learns
+    one_minus_k_a: torch.Tensor  # what a key keeps however fast its head learns
     r_k: torch.Tensor  # [H, 64]
     rkv: torch.Tensor  # [3, C, C]: receptance, key, value
     output: torch.Tensor
@@ -251,7 +251,7 @@ def _take_layer(i: int, take, vector, tensors: dict[str, torch.Tensor], dtype: t
     residual = dict.fromkeys(("v0", "v1", "v2"))
     if i > 0:
         residual = {"v0": vector(att + "v0"), "v1": take(att + "v1"), "v2": take(att + "v2")}
-    low_rank = {f"{n}{side}": take(att + f"{n}{side}") for n in "wag" for side in (1, 2)}
+    lora = {f"{n}{side}": take(att + f"{n}{side}") for n in "wag" for side in (1, 2)}
     vectors = {n: vector(att + n) for n in ("w0", "a0", "k_k", "k_a")}
     output = take(att + "output.weight")
     rkv = torch.empty(3, *output.shape, dtype=output.dtype, device=output.device)
@@ -260,10 +260,10 @@ def _take_layer(i: int, take, vector, tensors: dict[str, torch.Tensor], dtype: t
     return Layer(
         **{f"ln{n}_{kind}": vector(p + f"ln{n}.{kind}") for n in (1, 2) for kind in ("weight", "bias")},
         att_mix=torch.stack([vector(att + n) for n in MIXES])[:, None],
-        **low_rank,
+        **lora,
         **residual,
         **vectors,
-        keep_k=1 - vectors["k_a"],
+        one_minus_k_a=1 - vectors["k_a"],
         rkv=rkv,
         output=output,
         r_k=take(att + "r_k", torch.float32),
@@ -327,7 +327,7 @@ def _check_archive(file: Path) -> None:
 def check_tensors(tensors: dict[str, torch.Tensor], name: str) -> ModelShape:
     """Return the shape the tensors have, once every name, shape and dtype agrees with it; CheckpointError otherwise."""
     shape = _shape_of(tensors, name)
-    expected = shape.tensors(first_value_residual="blocks.0.att.v0" in tensors)
+    expected = shape.tensors(v_first_residual="blocks.0.att.v0" in tensors)
     missing = sorted(expected.keys() - tensors.keys())
     foreign = [_one_line(key) for key in sorted(tensors.keys() - expected.keys())]
     wrong = [

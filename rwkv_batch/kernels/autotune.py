@@ -1,0 +1,129 @@
+"""Finds by timing how each product is done for each size of step; what was found is remembered for the card."""
+
+import zlib
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from rwkv_batch.kernels.card_cache import recall, remember
+from rwkv_batch.kernels.compiler import cache_folder
+from rwkv_batch.kernels.layer_kernels import LayerKernels, MatrixKernels
+from rwkv_batch.kernels.ops import KernelOps
+from rwkv_batch.kernels.variants import PRODUCTS, Product, Variant
+
+TIMED_BYTES = 256 * 2**20  # of weights that a timing reads, more than stay in the L2 cache
+IN_PLACE_ROWS = 64  # up to which variants that are nearly as fast alone are compared in whole steps: kernels overlap there
+FEW_ROWS = 16  # up to which a variant's own time says less than what it leaves room for beside it
+# How many times as long as the fastest a variant may take to be compared in whole steps, and how many are, at most.
+RIVAL_TIME = 1.12
+RIVAL_TIME_OF_FEW_ROWS = 1.3
+MAX_RIVALS = 6
+# The same of whole steps, for few rows: those variants are compared again.
+LAST_RIVAL_TIME = 1.015
+MAX_LAST_RIVALS = 3
+ACTIVE_SHARE = 0.25  # of the feed-forward units that are positive, half of all: about what a trained model has
+
+Times = dict[Variant, float]
+
+
+class Autotuner:
+    """Chooses the variants of one set of ops.
+
+    decode_step  starts a decode step of so many rows
+    """
+
+    def __init__(self, ops: KernelOps, decode_step: Callable[[int], object]):
+        self.ops = ops
+        self.decode_step = decode_step
+        self._max_rows = len(ops.buffers.logits)
+
+    def tune(self, sizes: list[int]) -> None:
+        """Choose for every number of tokens how each product is done."""
+        ops, launcher = self.ops, self.ops.launcher
+        file = cache_folder() / f"variants-{torch.cuda.get_device_name(launcher.device).replace(' ', '-')}.json"
+        known = recall(file, dict[str, Variant])
+        generator = torch.Generator(device=launcher.device).manual_seed(0)
+        for tensor in (ops.buffers.all.mixed, ops.buffers.all.heads):
+            tensor.normal_(generator=generator)
+        for size in sizes:
+            keys: dict[Product, str] = {}
+            times: dict[Product, Times] = {}
+            for name in PRODUCTS if size <= self._max_rows else PRODUCTS[:-1]:
+                runs = self._runs(name, size)
+                key = keys[name] = self._key(name, size, list(runs))
+                if known.get(key) not in runs:
+                    times[name] = {variant: launcher.time(run) for variant, run in runs.items()}
+                    known[key] = min(times[name], key=times[name].get)
+                ops.choose(name, size, known[key])
+            if size <= min(IN_PLACE_ROWS, self._max_rows):
+                known |= {keys[name]: variant for name, variant in self._choose_in_place(size, times).items()}
+        ops.matmul.save()
+        remember(file, known)
+
+    def _key(self, name: Product, size: int, offer: list[Variant]) -> str:
+        """Return what a choice holds for: the product, the kernels, and the variants that it was made from."""
+        shape = self.ops.prepared.source.shape
+        digest = zlib.crc32(msgspec.json.encode(offer))
+        return f"{name},{size},{shape.width},{shape.ffn_width},{self.ops.launcher.digest},{digest:08x}"
+
+    def _choose_in_place(self, size: int, alone: dict[Product, Times]) -> dict[Product, Variant]:
+        """Choose for each product, of the variants that took little longer alone, the one with which a whole step is fastest.
+
+        Few rows go through the products twice: what was chosen first was timed beside variants that others have left since.
+        """
+        few = size <= FEW_ROWS
+        most = RIVAL_TIME_OF_FEW_ROWS if few else RIVAL_TIME
+        rivals = {name: _fastest(times, most, MAX_RIVALS) for name, times in alone.items()}
+        for _ in range(2 if few else 1):
+            for name, variants in rivals.items():
+                times: Times = {}
+                for variant in variants if len(variants) > 1 else []:
+                    self.ops.choose(name, size, variant)
+                    times[variant] = self.ops.launcher.time(lambda: self.decode_step(size), rounds=6)
+                if times:
+                    rivals[name] = _fastest(times, LAST_RIVAL_TIME, MAX_LAST_RIVALS)
+                self.ops.choose(name, size, rivals[name][0])
+        return {name: variants[0] for name, variants in rivals.items()}
+
+    def _runs(self, name: Product, size: int) -> dict[Variant, Callable[[], object]]:
+        """Return what to time: each variant of a product of `size` tokens, over several layers' weights."""
+        ops = self.ops
+        b = ops.begin(size)
+        layers = ops.prepared.layers
+        layers = layers[: max(1, TIMED_BYTES // self._matrix(name, layers[0]).weight.nbytes)]
+        if name == "ffn_value":
+            b.hidden.normal_().relu_().mul_(torch.rand_like(b.hidden) > 1 - ACTIVE_SHARE)
+            if ops.linear.masked_ffn_fits(size, *layers[0].ffn_value.weight.shape):
+                ops.launcher.use_current_stream()
+                ops.linear.build_active_mask(b.hidden, ops.buffers.active_mask)
+        if name == "head":
+            x, y = ops.buffers.last[:size].normal_(), ops.buffers.logits[:size]
+            matrices = [ops.prepared.head]
+        else:
+            x = b.mixed[:3] if name == "rkv" else b.hidden if name == "ffn_value" else b.heads
+            y = b.rkv if name == "rkv" else b.hidden if name == "ffn_key" else b.y
+            matrices = [getattr(layer, name) for layer in layers]
+        ops.matmul.tune([(x, matrix.weight, y) for matrix in matrices], in_out=name == "ffn_value")
+        once = {
+            "rkv": lambda layer: ops.attention_inputs(b.mixed, layer),
+            "output": lambda layer: ops.product(name, x, layer.output, y),
+            "ffn_key": lambda layer: ops.ffn_key(x, layer, y),
+            "ffn_value": lambda layer: ops.ffn_value(x, layer, y),
+            "head": lambda layer: ops.product(name, x, ops.prepared.head, y),
+        }[name]
+
+        def run(variant: Variant) -> None:
+            ops.choose(name, size, variant)
+            for layer in layers[: len(matrices)]:
+                once(layer)
+
+        return {variant: lambda variant=variant: run(variant) for variant in ops.variants(name, size, layers[-1])}
+
+    def _matrix(self, name: Product, layer: LayerKernels) -> MatrixKernels:
+        return self.ops.prepared.head if name == "head" else getattr(layer, name)
+
+
+def _fastest(times: Times, most: float, count: int) -> list[Variant]:
+    """Return the variants that took up to `most` times as long as the fastest, at most so many, the fastest first."""
+    return [variant for variant in sorted(times, key=times.get) if times[variant] <= most * min(times.values())][:count]

@@ -1,0 +1,113 @@
+"""A model's tensors as the kernels read them, prepared once: one object a layer."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.kernels.gemm import Gemm, GemmLora, GemmMatrix
+from rwkv_batch.kernels.linear import Lora
+from rwkv_batch.kernels.mix import WkvLayer
+from rwkv_batch.model.weights import Layer, Weights
+
+PLANES = (0, 2, 3, 1, 4, 5)  # of `Layer.att_mix`, so that r, k and v stand together: r, k, v, w, a, g
+OUTPUT_UNIT = 8  # logits of a row begin at multiples of 16 bytes
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixKernels:
+    """A matrix; `gemm` is how `Gemm` reads it, None where it cannot."""
+
+    weight: Tensor
+    gemm: GemmMatrix | None
+
+    @classmethod
+    def of(cls, weight: Tensor, gemm: Gemm, *, transposed: bool = False) -> "MatrixKernels":
+        """Prepare a weight [M, K] or [batch, M, K]; `transposed`: [K, M]."""
+        fits = gemm.available and not (weight.shape[-1] % 64 or weight.shape[-2] % 64)
+        return cls(weight, gemm.prepare(weight, transposed=transposed) if fits else None)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerKernels:
+    """A layer; the names are those of `Layer`, which `source` is.
+
+    lora       the low-rank pairs
+    gemm_lora  how `Gemm` reads their first halves, None where it cannot
+    att_mix    [6, C] in the order of PLANES
+    ffn_mix    [1, C]
+    """
+
+    source: Layer
+    ln1_weight: Tensor
+    ln1_bias: Tensor
+    ln2_weight: Tensor
+    ln2_bias: Tensor
+    att_mix: Tensor
+    ffn_mix: Tensor
+    rkv: MatrixKernels
+    output: MatrixKernels
+    ffn_key: MatrixKernels
+    ffn_value: MatrixKernels
+    lora: Lora
+    gemm_lora: GemmLora | None
+    wkv: WkvLayer
+
+    @classmethod
+    def of(cls, layer: Layer, gemm: Gemm) -> "LayerKernels":
+        """Prepare `layer`."""
+        rkv, lora = MatrixKernels.of(layer.rkv, gemm), Lora.of(layer)
+        return cls(
+            source=layer,
+            ln1_weight=layer.ln1_weight,
+            ln1_bias=layer.ln1_bias,
+            ln2_weight=layer.ln2_weight,
+            ln2_bias=layer.ln2_bias,
+            att_mix=layer.att_mix[list(PLANES), 0].contiguous(),
+            ffn_mix=layer.ffn_mix[:, 0],
+            rkv=rkv,
+            output=MatrixKernels.of(layer.output, gemm),
+            ffn_key=MatrixKernels.of(layer.ffn_key, gemm),
+            ffn_value=MatrixKernels.of(layer.ffn_value, gemm, transposed=True),
+            lora=lora,
+            gemm_lora=None if rkv.gemm is None else gemm.prepare_lora(lora.down, lora.ranks),
+            wkv=WkvLayer(layer.k_k, layer.k_a, layer.r_k.flatten(), layer.ln_x_weight, layer.ln_x_bias),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ModelKernels:
+    """A whole model; the names are those of `Weights`, which `source` is.
+
+    head         with rows added up to a multiple of OUTPUT_UNIT
+    num_outputs  rows that count
+    """
+
+    source: Weights
+    embedding: Tensor
+    layers: list[LayerKernels]
+    ln_out_weight: Tensor
+    ln_out_bias: Tensor
+    head: MatrixKernels
+    num_outputs: int
+
+    @classmethod
+    def of(cls, weights: Weights, gemm: Gemm) -> "ModelKernels":
+        """Prepare `weights`."""
+        return cls(
+            source=weights,
+            embedding=weights.embedding,
+            layers=[LayerKernels.of(layer, gemm) for layer in weights.layers],
+            ln_out_weight=weights.ln_out_weight,
+            ln_out_bias=weights.ln_out_bias,
+            head=MatrixKernels.of(_whole_units(weights.head), gemm),
+            num_outputs=weights.head.shape[0],
+        )
+
+
+def _whole_units(head: Tensor) -> Tensor:
+    """Return the head with a multiple of OUTPUT_UNIT rows; what is added lies behind it in the file, or is zero."""
+    rows = -(-head.shape[0] // OUTPUT_UNIT) * OUTPUT_UNIT
+    if (head.storage_offset() + rows * head.shape[1]) * head.element_size() <= head.untyped_storage().nbytes():
+        return head.as_strided((rows, head.shape[1]), head.stride())
+    return torch.nn.functional.pad(head, (0, 0, 0, rows - head.shape[0]))

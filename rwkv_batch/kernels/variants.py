@@ -1,0 +1,51 @@
+"""How a product can be done: which kernel, how it is cut up, and where the low-rank pairs run. Data only."""
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+from rwkv_batch.kernels.gemm import TileConfig
+from rwkv_batch.kernels.linear import GroupedConfig
+
+Product = Literal["rkv", "output", "ffn_key", "ffn_value", "head"]
+PRODUCTS: tuple[Product, ...] = ("rkv", "output", "ffn_key", "ffn_value", "head")
+
+
+class Method(enum.StrEnum):
+    """Which kernel multiplies."""
+
+    CUBLAS = "cublas"
+    GEMM = "gemm"  # cuda/gemm.cu
+    GEMV = "gemv"  # dot products, for few tokens
+    SPARSE = "sparse"  # each token reads the rows of its own active units; of "ffn_value"
+    MASKED = "masked"  # the rows of units that are active in some token are read once; of "ffn_value"
+
+
+class LoraPlacement(enum.StrEnum):
+    """Where the low-rank pairs run; of "rkv"."""
+
+    BEFORE = "before"  # in launches of their own, before the product
+    CONCURRENT = "concurrent"  # the same on another stream, at the same time
+    RESERVED = "reserved"  # the same, on multiprocessors that the product leaves free
+    FUSED_DOWN = "fused_down"  # the pairs' first halves are part of the product's launch
+    FUSED = "fused"  # both halves are
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to do a product. Which of them is fastest is found by timing, see `autotune.py`.
+
+    config       of method GEMM; None: what `Gemm.tile_config` chooses
+    lora_config  of placement RESERVED: how the pairs' first halves are cut up
+    """
+
+    method: Method
+    config: TileConfig | None = None
+    lora: LoraPlacement = LoraPlacement.BEFORE
+    lora_config: GroupedConfig | None = None
+
+
+CUBLAS, SPARSE, MASKED = Variant(Method.CUBLAS), Variant(Method.SPARSE), Variant(Method.MASKED)
+GEMM = Variant(Method.GEMM)
+GEMV = Variant(Method.GEMV)
+GEMV_RKV = Variant(Method.GEMV, lora=LoraPlacement.FUSED_DOWN)
