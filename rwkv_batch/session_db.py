@@ -450,7 +450,7 @@ class SessionDatabase:
 
     def _keep_reserve(self) -> None:
         """Keep some room of the disk in a file beside ours, if there is any and we do not have it."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):  # macOS has no such call, and then no reserve
             if not self._reserve.exists():
                 with open(self._reserve, "xb") as file:
                     os.posix_fallocate(file.fileno(), 0, max(1, min(RESERVE_BYTES, self._free_bytes() // RESERVE_SHARE)))
