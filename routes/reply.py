@@ -722,13 +722,9 @@ def endpoint(
             if access == "admin" and call.caller != OWNER:
                 raise Forbidden("this route needs the server's password; an API key is not enough")
             reply = await handler(call)
-        except Exception as raised:
-            error = raised
-            if not isinstance(raised, RwkvBatchError):
-                log.exception("%s failed", call.id)
-                error = EngineFailed("internal error", code="internal")
+        except Exception as error:  # not kept: its traceback keeps this frame, and so the body, until the next collection
             call.nested = call.nested or (form == "chat" and not is_native(call.body or request.body))
-            reply = error_reply(error, call.nested)
+            reply = failure_reply(call, error)
         finally:
             site.handling -= 1
         return to_robyn(call, reply)
@@ -742,6 +738,14 @@ def token_of(site: Site, text: str | None) -> str | None:
         return None
     as_sent = unquote(text)
     return as_sent if site.secrets.knows(as_sent) else unquote_plus(text)
+
+
+def failure_reply(call: Call, error: Exception) -> Plain:
+    """The answer to a call that raised; what is none of our errors is logged and not told."""
+    if isinstance(error, RwkvBatchError):
+        return error_reply(error, call.nested)
+    log.error("%s failed", call.id, exc_info=error)
+    return error_reply(EngineFailed("internal error", code="internal"), call.nested)
 
 
 NATIVE_FIELDS = ("contents", "text_list", "prefix", "suffix", "dialogue_idx", "chats")

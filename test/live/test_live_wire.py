@@ -12,7 +12,7 @@ import pytest
 import quiet_robyn  # noqa: F401
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from server_process import PATIENCE, ServerProcess, wait_until, without_comments
+from server_process import PATIENCE, ServerProcess, process_figures, wait_until, without_comments
 
 from routes import ROUTES, admin
 from routes.page import FILES
@@ -341,6 +341,22 @@ def test_status_shows_how_far_a_request_is(server, stream):
         thread.join()
 
 
+def test_the_log_counts_the_tokens_of_a_stream_that_failed(server):
+    body = {"contents": ["a"], "max_tokens": 100_000, "stream": True, "chunk_size": 1}
+    thread = threading.Thread(target=server.post, args=(body,), kwargs={"headers": {"X-Request-Id": "to-be-stopped"}})
+    thread.start()
+    try:
+        active = lambda: server.get("/v1/server/status")[1]["active_requests"]  # noqa: E731
+        wait_until(lambda: any(r["given_id"] == "to-be-stopped" and r["generated_tokens"] > 5 for r in active()), 5, "tokens")
+    finally:
+        server.post({"request_id": "to-be-stopped"}, "/v1/server/stop")
+        thread.join()
+    wait_until(lambda: "given_id=to-be-stopped" in server.output, 5, "its line")
+    (line,) = [line for line in server.output.splitlines() if "given_id=to-be-stopped" in line]
+    assert int(re.search(r" tokens=(\d+)", line)[1]) > 5
+    assert line.endswith("end=error")
+
+
 def test_metrics_add_up_over_processes(server):
     def total(name: str) -> float:
         page = server.get("/metrics")[1]
@@ -502,6 +518,16 @@ def test_hostile_bodies_of_nobody_known_hold_up_nobody(locked, path):
                 longest = max(longest, time.monotonic() - began)
             assert int(answer.split()[1]) in statuses
             assert longest < 0.5 * PATIENCE
+
+
+def test_refused_bodies_are_not_kept(locked):
+    body = b'{"contents": ["' + b"a" * 2**24 + b'"]}'
+    (pid,) = locked.children("http")
+    sizes = []
+    for _ in range(8):
+        assert locked.post(body)[0] == 401
+        sizes.append(process_figures(pid)[2])
+    assert max(sizes[4:]) < max(sizes[:4]) + 48 * 1024  # KiB; each is 32 MiB, as text and as bytes
 
 
 def test_a_large_body_needs_its_password(locked):
