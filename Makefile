@@ -6,7 +6,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help serve test test-web test-long lint format bench kernels hip-check clean
+.PHONY: help serve test test-web test-long lint format bench plots kernels hip-check clean
 
 help:
 	@echo "make serve [ARGS='--model-path M.pth --password P']   serve a model"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-web      drive the page in a browser (skipped by name where chromium is not installed)"
 	@echo "make test-long     run them with their full counts and write test/results/long.txt"
 	@echo "make bench         measure this machine's CPU against the PyPI package rwkv"
+	@echo "make plots         draw the figures of bench/results as docs/img/plot-*.svg"
 	@echo "make kernels       compile the CUDA sources (with pip's nvcc if there is no other); make hip-check: the HIP ones (needs hipcc)"
 	@echo "make lint, format  check or rewrite the style"
 	@echo "PYTHON=python3.12 make ...   with another Python; a torch it already has is used, never replaced"
@@ -48,6 +49,9 @@ format: $(VENV)/.ready-test
 
 bench: $(VENV)/.ready-test
 	$(BIN)/python bench/cpu.py $(ARGS)
+
+plots: $(VENV)/.ready-web
+	$(BIN)/python bench/plots.py $(ARGS)
 
 kernels: $(VENV)/.ready-nvcc
 	$(BIN)/python -m rwkv_batch.kernels.compiler cuda sm_80 sm_90a sm_120
