@@ -106,6 +106,12 @@ class Controls:
         self.bias_values: Tensor | None = None
         self.penalties: Tensor | None = None
 
+    @classmethod
+    def num_bytes(cls, num_slots: int) -> int:
+        """Bytes on the device, without logit bias and penalties."""
+        controls = cls(num_slots, torch.zeros(1, dtype=torch.int64), "meta")
+        return sum(value.nbytes for value in vars(controls).values() if isinstance(value, Tensor))
+
     def start(self, slot: int, params: SamplingParams, choice: int) -> None:
         """Set the controls of one slot that a sequence takes."""
         self.start_many([slot], [params], [choice])

@@ -94,19 +94,25 @@ class RapidSampler:
         self._first_id = first if int(ids[-1]) - first + 1 == num_columns else None
         self._allowed = None if allowed is None else pack_bits(allowed).to(device)
         self._last_ids = last_ids
-        self._way = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        self._num_bias = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        self._touched = torch.zeros(num_slots, -(-num_columns // 256), dtype=torch.int32, device=device)
-        self._pending_column = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
-        self._pending_penalty = torch.zeros(num_slots, dtype=torch.float32, device=device)
         self.boundary: Tensor | None = None  # [B, 3] set by tests to see what the filters found
         # At their places from the start, so that no graph is ever stale.
-        padded = torch.zeros(num_slots, -(-num_columns // 8) * 8, dtype=torch.float32, device=device)
-        self.controls.penalties = padded[:, :num_columns]
-        self.controls.bias_columns = torch.zeros(num_slots, max_bias, dtype=torch.int64, device=device)
-        self.controls.bias_values = torch.zeros(num_slots, max_bias, dtype=torch.float32, device=device)
+        memory = _memory(num_slots, num_columns, max_bias, device)
+        self._way = memory["way"]
+        self._num_bias = memory["num_bias"]
+        self._touched = memory["touched"]
+        self._pending_column = memory["pending_column"].fill_(-1)
+        self._pending_penalty = memory["pending_penalty"]
+        self.controls.penalties = memory["penalties"][:, :num_columns]
+        self.controls.bias_columns = memory["bias_columns"]
+        self.controls.bias_values = memory["bias_values"]
         self._max_bias = max_bias
         self._args = self._lasting_args()
+
+    @staticmethod
+    def num_bytes(num_slots: int, num_columns: int, max_bias: int) -> int:
+        """Bytes on the device."""
+        tensors = _memory(num_slots, num_columns, max_bias, "meta").values()
+        return sum(tensor.nbytes for tensor in tensors) + Controls.num_bytes(num_slots)
 
     def start_many(self, slots: Sequence[int], params: Sequence[SamplingParams], choices: Sequence[int]) -> None:
         """See `Controls.start_many`."""
@@ -212,6 +218,24 @@ class RapidSampler:
             raise ValueError(f"logits: expected {list(expected)} with adjacent columns, got {list(logits.shape)}")
         if slots.device != self.device or slots.dtype != torch.int64 or not slots.is_contiguous():
             raise ValueError(f"slots: expected contiguous int64 on {self.device}, got {slots.dtype} on {slots.device}")
+
+
+def _memory(num_slots: int, num_columns: int, max_bias: int, device: torch.device | str) -> dict[str, Tensor]:
+    """Return the sampler's own arrays on the device, by name."""
+
+    def zeros(dtype: torch.dtype, *dims: int) -> Tensor:
+        return torch.zeros(num_slots, *dims, dtype=dtype, device=device)
+
+    return {
+        "way": zeros(torch.int32),
+        "num_bias": zeros(torch.int32),
+        "touched": zeros(torch.int32, -(-num_columns // 256)),
+        "pending_column": zeros(torch.int32),
+        "pending_penalty": zeros(torch.float32),
+        "penalties": zeros(torch.float32, -(-num_columns // 8) * 8),
+        "bias_columns": zeros(torch.int64, max_bias),
+        "bias_values": zeros(torch.float32, max_bias),
+    }
 
 
 def pack_bits(flags: Tensor) -> Tensor:

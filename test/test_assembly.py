@@ -4,19 +4,23 @@ import re
 
 import pytest
 import torch
-from models import TINY, random_weights
+from kernel_recorder import make_launcher
+from models import SHAPES, TINY, random_weights
 
 from rwkv_batch.config import COMPILE_MODE, Config, load
-from rwkv_batch.engine import build
-from rwkv_batch.engine.build import MIB
+from rwkv_batch.engine import build, memory
 from rwkv_batch.engine.decode_graphs import buckets_for
+from rwkv_batch.engine.memory import MIB, MemoryPlan
 from rwkv_batch.errors import CheckpointError, UsageError
 from rwkv_batch.kernels import layer_kernels, self_check
+from rwkv_batch.kernels.linear import Lora
+from rwkv_batch.kernels.ops import Buffers
 from rwkv_batch.model.reference_ops import Rows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weights import ModelShape
 from rwkv_batch.request import Request
+from sampling.kernel import RapidSampler
 from sampling.params import SamplingParams
 
 
@@ -42,64 +46,90 @@ def test_kernels_cannot_be_had_on_a_cpu():
 def test_cached_files_leave_room_in_a_container(tmp_path, monkeypatch):
     (tmp_path / "max").write_text(f"{300 * 2**20}\n")
     (tmp_path / "current").write_text(f"{290 * 2**20}\n")
-    monkeypatch.setattr(build, "CGROUPS", [(tmp_path, "max", "current", "inactive_file")])
-    assert build.free_memory(torch.device("cpu")) == 10 * 2**20
+    monkeypatch.setattr(memory, "CGROUPS", [(tmp_path, "max", "current", "inactive_file")])
+    assert memory.free_memory(torch.device("cpu")) == 10 * 2**20
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {200 * 2**20}\nactive_file 7\n")
-    assert build.free_memory(torch.device("cpu")) == 210 * 2**20
+    assert memory.free_memory(torch.device("cpu")) == 210 * 2**20
 
 
 @pytest.mark.parametrize("buffers", [0, 10 * MIB])
 def test_a_number_of_slots_is_given_only_when_their_checkpoints_fit_too(buffers, monkeypatch):
     cpu, fp16 = torch.device("cpu"), torch.float16
     shape = ModelShape(2, 128, 512, 256, 32, 32, 32, 32)
-    sampling = build.sampling_bytes(Config(), shape) if buffers else 0
-    per_slot = 3 * build.slot_bytes(shape, fp16) + sampling
+    sampling = memory.sampling_bytes(shape, 1024) if buffers else 0
+    plan = MemoryPlan(cpu, shape, fp16, fp16, buffers, sampling)
+    per_slot = 3 * State.num_bytes(shape, 1, wkv_dtype=fp16) + sampling
     free = shape.count_bytes(fp16) + buffers + 100 * per_slot
-    monkeypatch.setattr(build, "free_memory", lambda device: free)
-    assert build.plan_memory(shape, fp16, cpu, 100, "tiny", fp16, buffers, sampling) == 100
+    monkeypatch.setattr(memory, "free_memory", lambda device: free)
+    assert plan.slots(100, 64, "tiny") == 100
     with pytest.raises(CheckpointError, match="101 slots"):
-        build.plan_memory(shape, fp16, cpu, 101, "tiny", fp16, buffers, sampling)
-    assert 1 < build.plan_memory(shape, fp16, cpu, 0, "tiny", fp16, buffers, sampling) < 100
+        plan.slots(101, 64, "tiny")
+    assert 1 < plan.slots(0, 1000, "tiny") < 100
+    assert plan.slots(0, 3, "tiny") == 3
 
 
 @pytest.mark.parametrize(("slots", "spare"), [(1, 0), (7, 0), (8, 1), (32, 2), (80, 5), (96, 4), (100, 0), (101, 0)])
 def test_spare_slots_are_a_share_as_far_as_memory_goes(slots, spare, monkeypatch):
     cpu, fp16 = torch.device("cpu"), torch.float16
     shape = ModelShape(2, 128, 512, 256, 32, 32, 32, 32)
-    free = shape.count_bytes(fp16) + 100 * 3 * build.slot_bytes(shape, fp16)
-    monkeypatch.setattr(build, "free_memory", lambda device: free)
-    assert build.plan_spare(shape, fp16, cpu, slots, 1 / 16, fp16) == spare
-    assert build.plan_spare(shape, fp16, cpu, slots, 0, fp16) == 0
+    free = shape.count_bytes(fp16) + 100 * 3 * State.num_bytes(shape, 1, wkv_dtype=fp16)
+    monkeypatch.setattr(memory, "free_memory", lambda device: free)
+    plan = MemoryPlan(cpu, shape, fp16, fp16)
+    assert plan.spare_slots(slots, 1 / 16) == spare
+    assert plan.spare_slots(slots, 0) == 0
 
 
 def test_the_plan_counts_what_wide_states_and_long_biases_take():
     shape, fp16, fp32 = ModelShape(32, 4096, 16384, 65536, 128, 128, 96, 480), torch.float16, torch.float32
+    gpu = torch.device("cuda")
+
+    def plan(wkv_dtype: torch.dtype = fp16, **settings) -> MemoryPlan:
+        return build.plan_memory(Config(**settings), shape, gpu, fp16, wkv_dtype, 512)
+
     one = 32 * (2 * 4096 * 4 + 64 * 64 * 64 * 4)  # bytes of a state
-    assert build.pool_bytes(Config(l1_sessions=5, prefix_cache_mib=7), shape, fp32) == 5 * one + 7 * MIB
-    assert build.pool_bytes(Config(l1_mib=100), shape, fp32) < build.pool_bytes(Config(), shape, fp16)
-    more = build.sampling_bytes(Config(max_logit_bias=65536), shape) - build.sampling_bytes(Config(max_logit_bias=0), shape)
-    assert more == 65536 * (8 + 4)
+    least = plan(fp32, l1_sessions=1, prefix_cache_mib=0)
+    assert plan(fp32, l1_sessions=6, prefix_cache_mib=7).buffers - least.buffers == 5 * one + 7 * MIB
+    assert plan(fp32, l1_mib=100).buffers < plan(fp16).buffers
+    assert plan(max_logit_bias=65536).sampling - plan(max_logit_bias=0).sampling == 65536 * (8 + 4)
 
 
 def test_who_has_too_little_memory_is_told_which_flags_help(monkeypatch):
     shape, gpu = ModelShape(24, 2048, 8192, 65536, 96, 96, 64, 256), torch.device("cuda")
-    monkeypatch.setattr(build, "free_memory", lambda device: int(3.6 * 2**30))
+    monkeypatch.setattr(memory, "free_memory", lambda device: int(3.6 * 2**30))
 
     def slots(budget: int, **settings) -> int:
-        config = Config(**settings)
-        buffers = build.buffer_bytes(shape, budget) + build.pool_bytes(config, shape, torch.float16)
-        sampling = build.sampling_bytes(config, shape)
-        return build.plan_memory(shape, torch.float16, gpu, 0, "1.5b", torch.float16, buffers, sampling)
+        plan = build.plan_memory(Config(**settings), shape, gpu, torch.float16, torch.float16, budget)
+        return plan.slots(0, build.GPU_SLOTS, "1.5b")
 
     with pytest.raises(CheckpointError) as refused:
         slots(build.GPU_PREFILL)
     flags = re.findall(r"--[\w-]+", refused.value.message)
-    assert flags == list(build.LESS_MEMORY)
+    assert flags == list(memory.LESS_MEMORY)
     assert set(flags) <= {f"--{name.replace('_', '-')}" for name in vars(Config())}
     assert slots(512, prefix_cache_mib=64, l1_sessions=2) >= 8
     with pytest.raises(CheckpointError) as refused:
-        build.plan_memory(shape, torch.float32, torch.device("cpu"), 0, "1.5b")
+        MemoryPlan(torch.device("cpu"), shape, torch.float32).slots(0, build.CPU_SLOTS, "1.5b")
     assert "--" not in refused.value.message, "nothing helps where the weights alone are too much"
+
+
+def nbytes(*owners: object) -> int:
+    return sum(value.nbytes for owner in owners for value in vars(owner).values() if isinstance(value, torch.Tensor))
+
+
+def test_sizes_are_what_is_allocated(monkeypatch):
+    """The plan asks those who allocate; this asks what they did."""
+    shape, vocab, cpu = ModelShape(2, 128, 512, 257, 32, 16, 8, 40), 257, torch.device("cpu")
+    buffers = Buffers(shape, vocab, max_tokens=7, max_rows=3, device=cpu)
+    assert Buffers.num_bytes(shape, max_tokens=7, max_rows=3) == nbytes(buffers, buffers.all)
+    state = State(shape, 5, wkv_dtype=torch.float16)
+    assert State.num_bytes(shape, 5, wkv_dtype=torch.float16) == state.shift.nbytes + state.wkv.nbytes
+    launcher, _ = make_launcher(monkeypatch)
+    sampler = RapidSampler(5, torch.arange(vocab), cpu, launcher.library, max_bias=9)
+    padding = 5 * 7 * 4  # what rows of penalties are longer than the view of them
+    own = nbytes(sampler, sampler.controls) - sampler.ids.nbytes
+    assert RapidSampler.num_bytes(5, vocab, 9) == own + padding
+    lora = Lora.of(random_weights(SHAPES["wide ranks"]).layers[1])
+    assert Lora.num_bytes(random_weights(SHAPES["wide ranks"]).shape) == lora.down.nbytes + lora.up.nbytes
 
 
 def test_no_step_has_more_rows_or_pieces_than_a_grid_has_blocks():

@@ -15,12 +15,13 @@ from types import SimpleNamespace
 import torch
 
 from rwkv_batch.channel import EngineInfo
-from rwkv_batch.config import COMPILE_MODE, MAX_SLOTS, Config, find_model
+from rwkv_batch.config import COMPILE_MODE, Config, find_model
 from rwkv_batch.engine.decode_graphs import DecodeGraphs, buckets_for
 from rwkv_batch.engine.engine import Engine
 from rwkv_batch.engine.engine_loop import Worker
+from rwkv_batch.engine.memory import MIB, MemoryPlan, kept_bytes, kernel_bytes, sampling_bytes
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
-from rwkv_batch.errors import CheckpointError, UsageError
+from rwkv_batch.errors import UsageError
 from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.autotune import IN_PLACE_ROWS, Autotuner
 from rwkv_batch.kernels.compiler import KernelError
@@ -32,7 +33,7 @@ from rwkv_batch.model import weights as weights_module
 from rwkv_batch.model.reference_ops import Rows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
-from rwkv_batch.model.weights import DTYPES, HEAD_SIZE, ModelShape
+from rwkv_batch.model.weights import DTYPES, ModelShape
 from rwkv_batch.request import Failure, Progress
 from rwkv_batch.scheduling.plan import SCORED_TOKENS
 from rwkv_batch.scheduling.prefix_cache import PrefixCache
@@ -48,10 +49,6 @@ log = logging.getLogger("rwkv_batch.engine")
 
 CPU_SLOTS, CPU_PREFILL, CPU_BUSY_PREFILL = 64, 256, 64
 GPU_SLOTS, GPU_PREFILL, GPU_BUSY_PREFILL = 320, 4096, 512
-CHECKPOINTS = 2  # states that a turn of a session holds beside its slot
-LESS_MEMORY = ("--slots", "--prefill-budget", "--prefix-cache-mib", "--l1-sessions", "--max-logit-bias")  # the first: anywhere
-STATE_SHARE = 4  # automatic slots take at most this fraction (one in four) of the memory left beside the weights
-MIB = 2**20
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 ONE_THREAD_BYTES = 200 * MIB  # of weights; for less, threads wait for one another longer than they work
 
@@ -70,12 +67,9 @@ def build_worker(config: Config, deliver: Callable[[dict[bytes, list[Progress | 
     on_cpu = device.type == "cpu"
     budget = config.prefill_budget or (CPU_PREFILL if on_cpu else GPU_PREFILL)
     wkv_dtype = choose_wkv_dtype(config, library)
-    buffers = per_slot = 0
-    if library is not None:
-        buffers = buffer_bytes(shape, budget) + pool_bytes(config, shape, wkv_dtype)
-        per_slot = sampling_bytes(config, shape)
-    num_slots = plan_memory(shape, dtype, device, config.slots, name, wkv_dtype, buffers, per_slot)
-    num_spare = plan_spare(shape, dtype, device, num_slots, config.spare_slots, wkv_dtype, buffers, per_slot)
+    memory = plan_memory(config, shape, device, dtype, wkv_dtype, budget if library is not None else None)
+    num_slots = memory.slots(config.slots, CPU_SLOTS if on_cpu else GPU_SLOTS, name)
+    num_spare = memory.spare_slots(num_slots, config.spare_slots)
     weights = weights_module.from_tensors(
         tensors, name=name, dtype=dtype, device=device, valid_ids=lambda vocab_size: valid_ids(tokenizer)
     )
@@ -141,6 +135,17 @@ def build_prefixes(config: Config) -> PrefixCache | None:
     return PrefixCache(
         config.prefix_cache_mib * MIB, min_tokens=config.prefix_min_tokens, every_tokens=config.prefix_every_tokens
     )
+
+
+def plan_memory(
+    config: Config, shape: ModelShape, device: torch.device, dtype: torch.dtype, wkv_dtype: torch.dtype, budget: int | None
+) -> MemoryPlan:
+    """Return what is needed on the device. `budget`: tokens of a step that kernels run; None = reference ops."""
+    if budget is None:
+        return MemoryPlan(device, shape, dtype, wkv_dtype)
+    kept = kept_bytes(shape, wkv_dtype, config.l1_sessions, config.l1_mib * MIB) + config.prefix_cache_mib * MIB
+    buffers = kernel_bytes(shape, budget) + kept
+    return MemoryPlan(device, shape, dtype, wkv_dtype, buffers, sampling_bytes(shape, config.max_logit_bias))
 
 
 def find_kernels(config: Config, device: torch.device) -> ctypes.CDLL | None:
@@ -284,122 +289,3 @@ def read_model(config: Config) -> tuple[dict[str, torch.Tensor], str]:
 def valid_ids(tokenizer: Tokenizer) -> list[int]:
     """Return the ids that stand for something, the end token included."""
     return [token for token, data in enumerate(tokenizer.token_bytes) if data is not None]
-
-
-def plan_memory(
-    shape: ModelShape,
-    dtype: torch.dtype,
-    device: torch.device,
-    slots: int,
-    name: str,
-    wkv_dtype: torch.dtype = torch.float32,
-    buffers: int = 0,
-    sampling: int = 0,
-) -> int:
-    """Say what is needed and what is free, and return the number of slots; CheckpointError when it does not fit.
-
-    buffers   bytes needed however many slots there are
-    sampling  bytes of a slot beside its state
-
-    Every slot may be a turn of a session: its checkpoints are counted, though a server without sessions does without them.
-    """
-    free = free_memory(device)
-    weights = shape.count_bytes(dtype)
-    state = slot_bytes(shape, wkv_dtype)
-    per_slot = state + sampling
-    room = free - weights - buffers
-    if not slots:
-        wanted = CPU_SLOTS if device.type == "cpu" else GPU_SLOTS
-        slots = max(1, min(wanted, room // STATE_SHARE // per_slot))
-    checkpoints = slots * CHECKPOINTS * state
-    needed = weights + buffers + slots * per_slot + checkpoints
-    log.info(
-        "needs %s MiB: weights %s, buffers, sessions and prefixes %s, %d slots of %.1f MiB, their checkpoints at most %s;"
-        " free on %s: %s MiB",
-        f"{needed / MIB:,.0f}", f"{weights / MIB:,.0f}", f"{buffers / MIB:,.0f}", slots, per_slot / MIB,
-        f"{checkpoints / MIB:,.0f}", device, f"{free / MIB:,.0f}",
-    )  # fmt: skip
-    if needed > free:
-        where = "GPU memory" if device.type == "cuda" else "memory"
-        rest = f"; buffers, sessions and prefixes: {buffers / MIB:,.0f}" if buffers else ""
-        flags = LESS_MEMORY if buffers else LESS_MEMORY[:1]
-        advice = f"; it takes less with a smaller {' or '.join(flags)}" if weights < free else ""
-        raise CheckpointError(
-            f"{name}: needs {needed / MIB:,.0f} MiB of {where} ({slots} slots, {CHECKPOINTS} checkpoints each;"
-            f" weights: {weights / MIB:,.0f}{rest}), only {free / MIB:,.0f} MiB are free{advice}"
-        )
-    return slots
-
-
-def plan_spare(
-    shape: ModelShape,
-    dtype: torch.dtype,
-    device: torch.device,
-    slots: int,
-    share: float,
-    wkv_dtype: torch.dtype = torch.float32,
-    buffers: int = 0,
-    sampling: int = 0,
-) -> int:
-    """Return the number of spare slots beside `slots`: that share of them, rounded, and fewer where memory is short.
-
-    The other arguments are those of `plan_memory`.
-    """
-    room = free_memory(device) - shape.count_bytes(dtype) - buffers
-    fitting = room // (slot_bytes(shape, wkv_dtype) * (1 + CHECKPOINTS) + sampling)
-    spare = max(0, min(int(slots * share + 0.5), min(fitting, MAX_SLOTS) - slots))
-    log.info("and %d spare slots", spare)
-    return spare
-
-
-def buffer_bytes(shape: ModelShape, max_tokens: int) -> int:
-    """Bytes of the kernels' buffers for steps of `max_tokens`, and of copies of the low-rank pairs."""
-    per_token = 2 * (17 * shape.width + shape.ffn_width) + 8 * shape.width
-    ranks = shape.rank_w + shape.rank_a + shape.rank_v + shape.rank_g
-    low_rank = 4 * ranks * shape.width * shape.num_layers
-    return max_tokens * per_token + SCORED_TOKENS * 2 * shape.vocab_size + low_rank + 256 * MIB
-
-
-def pool_bytes(config: Config, shape: ModelShape, wkv_dtype: torch.dtype) -> int:
-    """Bytes that sessions and cached prefixes may take on the device."""
-    sessions = min(config.l1_mib * MIB, config.l1_sessions * slot_bytes(shape, wkv_dtype))
-    return sessions + config.prefix_cache_mib * MIB
-
-
-def sampling_bytes(config: Config, shape: ModelShape) -> int:
-    """Bytes of a slot's logits, penalties and logit bias."""
-    return 6 * shape.vocab_size + 12 * config.max_logit_bias
-
-
-def slot_bytes(shape: ModelShape, wkv_dtype: torch.dtype) -> int:
-    """Bytes of one slot's state, the shift taken as fp32."""
-    return shape.num_layers * (4 * 2 * shape.width + wkv_dtype.itemsize * shape.num_heads * HEAD_SIZE**2)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken on `device`."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = 2**62
-    if "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):  # macOS does not say
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
-        free = int(line.split()[1]) * 1024
-    for folder, limit, used, cached in CGROUPS:  # a container's own limit
-        if (folder / limit).exists() and (folder / used).exists() and (text := (folder / limit).read_text().strip()).isdigit():
-            free = min(free, int(text) - int((folder / used).read_text()) + cached_bytes(folder / "memory.stat", cached))
-    return max(free, 0)
-
-
-def cached_bytes(file: Path, name: str) -> int:
-    """Bytes of files, such as a checkpoint just written, that count as used in a container and make room when asked."""
-    lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
-    return next((int(value) for key, value in lines if key == name), 0)
-
-
-CGROUPS = [
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-]

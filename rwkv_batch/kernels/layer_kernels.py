@@ -100,14 +100,19 @@ class ModelKernels:
             layers=[LayerKernels.of(layer, gemm) for layer in weights.layers],
             ln_out_weight=weights.ln_out_weight,
             ln_out_bias=weights.ln_out_bias,
-            head=MatrixKernels.of(_whole_units(weights.head), gemm),
+            head=MatrixKernels.of(_padded(weights.head), gemm),
             num_outputs=weights.head.shape[0],
         )
 
 
-def _whole_units(head: Tensor) -> Tensor:
+def whole_units(num_outputs: int) -> int:
+    """Return how many logits a row has room for."""
+    return -(-num_outputs // OUTPUT_UNIT) * OUTPUT_UNIT
+
+
+def _padded(head: Tensor) -> Tensor:
     """Return the head with a multiple of OUTPUT_UNIT rows; what is added lies behind it in the file, or is zero."""
-    rows = -(-head.shape[0] // OUTPUT_UNIT) * OUTPUT_UNIT
+    rows = whole_units(head.shape[0])
     if (head.storage_offset() + rows * head.shape[1]) * head.element_size() <= head.untyped_storage().nbytes():
         return head.as_strided((rows, head.shape[1]), head.stride())
     return torch.nn.functional.pad(head, (0, 0, 0, rows - head.shape[0]))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.launch import INT, POINTER, Launcher, check, pointer
-from rwkv_batch.model.weights import Layer
+from rwkv_batch.model.weights import Layer, ModelShape
 
 HALF = torch.float16
 MAX_GEMV = 16  # tokens
@@ -73,7 +73,7 @@ class Lora:
         downs, ups, ranks = [], [], []
         for first, second in ((layer.w1, layer.w2), (layer.a1, layer.a2), (layer.v1, layer.v2), (layer.g1, layer.g2)):
             rank = 0 if first is None else first.shape[1]
-            padded = padded_rank(rank)
+            padded = _padded(rank)
             ranks.append(padded)
             if rank:
                 downs.append(torch.nn.functional.pad(first.t().to(HALF), (0, 0, 0, padded - rank)))
@@ -82,6 +82,16 @@ class Lora:
         lora = cls(torch.cat(downs), torch.cat(ups), layer.w0.float(), layer.a0.float(), v0, tuple(ranks))
         assert lora.down.shape == (lora.rank, width)
         return lora
+
+    @staticmethod
+    def max_rank(shape: ModelShape) -> int:
+        """Return R of a layer that has all four pairs."""
+        return sum(map(_padded, (shape.rank_w, shape.rank_a, shape.rank_v, shape.rank_g)))
+
+    @classmethod
+    def num_bytes(cls, shape: ModelShape) -> int:
+        """Bytes of the matrices of such a layer; they are copies."""
+        return 2 * cls.max_rank(shape) * shape.width * HALF.itemsize
 
     @property
     def rank(self) -> int:
@@ -243,7 +253,7 @@ class Linear:
         check(name, tensor, self.launcher.device, dtype, shape)
 
 
-def padded_rank(rank: int) -> int:
+def _padded(rank: int) -> int:
     """Return the rank that the kernels work with."""
     return -(-rank // RANK_UNIT) * RANK_UNIT
 

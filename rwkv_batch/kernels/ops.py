@@ -1,6 +1,7 @@
 """The ops of the forward pass as GPU kernels, with the names and meanings of `model/reference_ops.py`.
 
-What an op returns lies in `Buffers` and is overwritten by the next layer, logits by the next step. The residual stream is fp32,
+Buffers are made once for the largest step and reused by every layer and step, so that a CUDA graph may capture them: what an op
+returns is overwritten by the next layer, and logits by the next step. The residual stream is fp32,
 all between kernels fp16.
 
 A product can be done in several ways (`variants.py`), which differ in the order of their sums; `autotune.py` times them for the
@@ -8,21 +9,105 @@ sizes of decode graphs and short prefills. So a row's logits may differ in the l
 neighbours in one size.
 """
 
+from dataclasses import dataclass, fields
+
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.buffers import Activations, Buffers
 from rwkv_batch.kernels.cublaslt import MatMul
 from rwkv_batch.kernels.gemm import Gemm
 from rwkv_batch.kernels.launch import Launcher
-from rwkv_batch.kernels.layer_kernels import LayerKernels, MatrixKernels, ModelKernels
-from rwkv_batch.kernels.linear import MAX_GEMV, MAX_SPARSE, SMALL_LORA_UP, GroupedConfig, Linear, Lora, reserved_configs
+from rwkv_batch.kernels.layer_kernels import LayerKernels, MatrixKernels, ModelKernels, whole_units
+from rwkv_batch.kernels.linear import (
+    MASK_UNITS,
+    MAX_GEMV,
+    MAX_SPARSE,
+    SMALL_LORA_UP,
+    GroupedConfig,
+    Linear,
+    Lora,
+    reserved_configs,
+)
 from rwkv_batch.kernels.mix import Mix, PackedRows, WkvInputs
 from rwkv_batch.kernels.variants import CUBLAS, GEMM, GEMV, GEMV_RKV, MASKED, SPARSE, LoraPlacement, Method, Product, Variant
 from rwkv_batch.model.reference_ops import Rows
-from rwkv_batch.model.weights import Weights
+from rwkv_batch.model.weights import ModelShape, Weights
 
+HALF = torch.float16
+MAX_VIEWS = 64  # kept; views are cheap to make and need not be kept for every length of prefill
 GEMV_ROWS = 4  # up to which dot products are taken where nothing was timed
+
+
+@dataclass
+class Activations:
+    """Room for a step of N tokens; fp16 [N, C] but where said."""
+
+    x: Tensor  # fp32, the residual stream
+    mixed: Tensor  # [6, N, C]
+    rkv: Tensor  # [3, N, C]
+    normed: Tensor
+    w_raw: Tensor  # fp32, of the decay, before the sigmoid
+    a: Tensor
+    v_mix: Tensor
+    g: Tensor
+    v_first: Tensor
+    heads: Tensor
+    y: Tensor
+    hidden: Tensor  # [N, F]
+
+    @classmethod
+    def of(cls, num_tokens: int, shape: ModelShape, device: torch.device) -> "Activations":
+        """Allocate them."""
+        plane = (num_tokens, shape.width)
+        dims = {"mixed": (6, *plane), "rkv": (3, *plane), "hidden": (num_tokens, shape.ffn_width)}
+        single = ("x", "w_raw")
+        return cls(**{
+            item.name: torch.empty(
+                dims.get(item.name, plane), dtype=torch.float32 if item.name in single else HALF, device=device
+            )
+            for item in fields(cls)
+        })  # fmt: skip
+
+    def first(self, num_tokens: int) -> "Activations":
+        """Return contiguous views for fewer tokens of the same memory."""
+        return Activations(**{name: _shrink(tensor, num_tokens) for name, tensor in vars(self).items()})
+
+
+class Buffers:
+    """Everything that kernel ops write to, for steps of `max_tokens` that ask for the logits of `max_rows`.
+
+    last         [max_rows, C]: the inputs of the head
+    logits       [max_rows, U], U a multiple of OUTPUT_UNIT
+    active_mask  bits of the feed-forward units that are not zero in every token
+    """
+
+    def __init__(self, shape: ModelShape, num_outputs: int, *, max_tokens: int, max_rows: int, device: torch.device):
+        self.all = Activations.of(max_tokens, shape, device)
+        self._lora = torch.empty(max_tokens * Lora.max_rank(shape), dtype=HALF, device=device)
+        self.last = torch.empty(max_rows, shape.width, dtype=HALF, device=device)
+        self.logits = torch.empty(max_rows, whole_units(num_outputs), dtype=HALF, device=device)
+        self.active_mask = torch.empty(-(-shape.ffn_width // MASK_UNITS), dtype=torch.int32, device=device)
+        self._views: dict[int, Activations] = {}
+
+    @classmethod
+    def num_bytes(cls, shape: ModelShape, *, max_tokens: int, max_rows: int) -> int:
+        """Bytes of all of them, where every id of the vocabulary has a logit."""
+        device = torch.device("meta")
+        buffers = cls(shape, shape.vocab_size, max_tokens=max_tokens, max_rows=max_rows, device=device)
+        own = (buffers._lora, buffers.last, buffers.logits, buffers.active_mask)
+        return sum(tensor.nbytes for tensor in (*own, *vars(buffers.all).values()))
+
+    def activations(self, num_tokens: int) -> Activations:
+        """Return the room for a step of so many tokens."""
+        if num_tokens not in self._views:
+            if len(self._views) > MAX_VIEWS:
+                self._views.clear()
+            self._views[num_tokens] = self.all.first(num_tokens)
+        return self._views[num_tokens]
+
+    def lora_hidden(self, num_tokens: int, rank: int) -> Tensor:
+        """Return the room between the two halves of the low-rank pairs [N, R]."""
+        return self._lora[: num_tokens * rank].view(num_tokens, rank)
 
 
 class KernelOps:
@@ -256,3 +341,9 @@ class KernelOps:
             tiles = self.gemm.inputs_configs(num_tokens, matrix, lora)
             variants += [Variant(gemm, tile, LoraPlacement.FUSED) for tile in tiles]
         return variants + [GEMV_RKV] * (num_tokens <= MAX_GEMV)
+
+
+def _shrink(tensor: Tensor, n: int) -> Tensor:
+    """Return the first part of [.., max, C] as a contiguous [.., n, C]."""
+    dims = (*tensor.shape[:-2], n, tensor.shape[-1])
+    return tensor.view(-1)[: torch.Size(dims).numel()].view(dims)

@@ -2,11 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from rwkv_batch.kernels.state_fill import StateFill
 from rwkv_batch.model.weights import HEAD_SIZE, ModelShape
+
+
+class Fill(Protocol):
+    """A kernel that overwrites slots of state arrays."""
+
+    def __call__(self, slots: Sequence[int], **parts: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        """Overwrite the slots of arrays [outer, S, row], by name, with sources [outer, row]; None = zeros."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +49,7 @@ class State:
         shift_dtype: torch.dtype = torch.float32,
         wkv_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        fill: StateFill | None = None,
+        fill: Fill | None = None,
     ):
         self.shape = shape
         self.num_slots = num_slots
@@ -58,6 +65,19 @@ class State:
         self._fill = fill
         self._shift_rows = self.shift.flatten(0, 1)  # [2 L, S, C]
         self._wkv_rows = self.wkv.flatten(2)  # [L, S, H * 64 * 64]
+
+    @classmethod
+    def num_bytes(
+        cls,
+        shape: ModelShape,
+        num_slots: int,
+        *,
+        shift_dtype: torch.dtype = torch.float32,
+        wkv_dtype: torch.dtype = torch.float32,
+    ) -> int:
+        """Bytes of the states of so many slots, or snapshots."""
+        state = cls(shape, num_slots, shift_dtype=shift_dtype, wkv_dtype=wkv_dtype, device="meta")
+        return state.shift.nbytes + state.wkv.nbytes
 
     def clear(self, slots: Sequence[int]) -> None:
         """Overwrite the slots with the state before the first token (0 × NaN would stay NaN, so nothing is multiplied)."""

@@ -10,7 +10,9 @@ import torch
 from models import ROOT, TINY, random_tensors
 from test_weights import BROKEN
 
-from rwkv_batch.engine import build
+from rwkv_batch.engine import memory
+from rwkv_batch.engine.build import CPU_SLOTS
+from rwkv_batch.engine.memory import MemoryPlan
 from rwkv_batch.errors import CheckpointError
 from rwkv_batch.model import weights
 
@@ -59,7 +61,7 @@ def test_every_broken_checkpoint_ends_the_server_with_2(tmp_path):
 
 def test_what_does_not_fit_into_memory_is_refused(monkeypatch):
     shape = weights.ModelShape(32, 4096, 16384, 65536, 128, 128, 96, 480)
-    monkeypatch.setattr(build, "free_memory", lambda device: 20 * 2**30)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 20 * 2**30)
     with pytest.raises(CheckpointError, match=r"7\.2b: needs 2\d,\d+ MiB of memory \(1 slots, .*only 20,480 MiB are free"):
-        build.plan_memory(shape, torch.float32, torch.device("cpu"), 0, "7.2b")
-    assert build.plan_memory(shape, torch.bfloat16, torch.device("cpu"), 0, "7.2b") == 51  # a quarter of what is left
+        MemoryPlan(torch.device("cpu"), shape, torch.float32).slots(0, CPU_SLOTS, "7.2b")
+    assert MemoryPlan(torch.device("cpu"), shape, torch.bfloat16).slots(0, CPU_SLOTS, "7.2b") == 51  # a quarter of what is left

@@ -1,0 +1,142 @@
+"""How much memory the engine needs on its device, and how many slots fit into what is free.
+
+Sizes are asked of what will be allocated; only the sum is made here.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rwkv_batch.config import MAX_SLOTS
+from rwkv_batch.errors import CheckpointError
+from rwkv_batch.kernels.linear import Lora
+from rwkv_batch.kernels.ops import Buffers
+from rwkv_batch.model.state import State
+from rwkv_batch.model.weights import ModelShape
+from rwkv_batch.scheduling.plan import SCORED_TOKENS
+from sampling.kernel import RapidSampler
+
+log = logging.getLogger("rwkv_batch.engine")
+
+MIB = 2**20
+CHECKPOINTS = 2  # states that a turn of a session holds beside its slot
+STATE_SHARE = 4  # automatic slots take at most this fraction (one in four) of the memory left beside the weights
+OVERHEAD = 256 * MIB  # cuBLASLt's workspace, captured graphs, what torch's allocator rounds up
+LESS_MEMORY = ("--slots", "--prefill-budget", "--prefix-cache-mib", "--l1-sessions", "--max-logit-bias")  # the first: anywhere
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What an engine needs on `device`.
+
+    dtype      of the weights
+    wkv_dtype  of the recurrent state
+    buffers    bytes needed however many slots there are: kernels, sessions, prefixes
+    sampling   bytes of a slot beside its state
+
+    Every slot may be a turn of a session: its checkpoints are counted, though a server without sessions does without them.
+    """
+
+    device: torch.device
+    shape: ModelShape
+    dtype: torch.dtype
+    wkv_dtype: torch.dtype = torch.float32
+    buffers: int = 0
+    sampling: int = 0
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the model."""
+        return self.shape.count_bytes(self.dtype)
+
+    @property
+    def state(self) -> int:
+        """Bytes of one state, the shift taken as fp32."""
+        return State.num_bytes(self.shape, 1, wkv_dtype=self.wkv_dtype)
+
+    def slots(self, wanted: int, automatic: int, name: str) -> int:
+        """Say what is needed and what is free, and return the number of slots; CheckpointError when it does not fit.
+
+        wanted     0 = as many as memory allows, `automatic` at most
+        name       the checkpoint's, for messages
+        """
+        free, weights, state = free_memory(self.device), self.weights, self.state
+        slots, per_slot = wanted, state + self.sampling
+        if not slots:
+            room = free - weights - self.buffers
+            slots = max(1, min(automatic, room // STATE_SHARE // per_slot))
+        checkpoints = slots * CHECKPOINTS * state
+        needed = weights + self.buffers + slots * per_slot + checkpoints
+        log.info(
+            "needs %s MiB: weights %s, buffers, sessions and prefixes %s, %d slots of %.1f MiB, their checkpoints at most %s;"
+            " free on %s: %s MiB",
+            f"{needed / MIB:,.0f}", f"{weights / MIB:,.0f}", f"{self.buffers / MIB:,.0f}", slots, per_slot / MIB,
+            f"{checkpoints / MIB:,.0f}", self.device, f"{free / MIB:,.0f}",
+        )  # fmt: skip
+        if needed > free:
+            where = "GPU memory" if self.device.type == "cuda" else "memory"
+            rest = f"; buffers, sessions and prefixes: {self.buffers / MIB:,.0f}" if self.buffers else ""
+            flags = LESS_MEMORY if self.buffers else LESS_MEMORY[:1]
+            advice = f"; it takes less with a smaller {' or '.join(flags)}" if weights < free else ""
+            raise CheckpointError(
+                f"{name}: needs {needed / MIB:,.0f} MiB of {where} ({slots} slots, {CHECKPOINTS} checkpoints each;"
+                f" weights: {weights / MIB:,.0f}{rest}), only {free / MIB:,.0f} MiB are free{advice}"
+            )
+        return slots
+
+    def spare_slots(self, slots: int, share: float) -> int:
+        """Return the number of spare slots beside `slots`: that share of them, rounded, and fewer where memory is short."""
+        room = free_memory(self.device) - self.weights - self.buffers
+        fitting = room // (self.state * (1 + CHECKPOINTS) + self.sampling)
+        spare = max(0, min(int(slots * share + 0.5), min(fitting, MAX_SLOTS) - slots))
+        log.info("and %d spare slots", spare)
+        return spare
+
+
+def kernel_bytes(shape: ModelShape, max_tokens: int) -> int:
+    """Bytes of the kernels' buffers for steps of `max_tokens`, and of their copies of the low-rank pairs."""
+    buffers = Buffers.num_bytes(shape, max_tokens=max_tokens, max_rows=SCORED_TOKENS)
+    return buffers + shape.num_layers * Lora.num_bytes(shape) + OVERHEAD
+
+
+def kept_bytes(shape: ModelShape, wkv_dtype: torch.dtype, sessions: int, limit: int) -> int:
+    """Bytes that so many sessions may take on the device, `limit` at most."""
+    return min(limit, State.num_bytes(shape, sessions, wkv_dtype=wkv_dtype))
+
+
+def sampling_bytes(shape: ModelShape, max_logit_bias: int) -> int:
+    """Bytes of a slot's logits and sampling controls."""
+    logits = Buffers.num_bytes(shape, max_tokens=0, max_rows=1) - Buffers.num_bytes(shape, max_tokens=0, max_rows=0)
+    return logits + RapidSampler.num_bytes(1, shape.vocab_size, max_logit_bias)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken on `device`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = 2**62
+    if "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):  # macOS does not say
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+        free = int(line.split()[1]) * 1024
+    for folder, limit, used, cached in CGROUPS:  # a container's own limit
+        if (folder / limit).exists() and (folder / used).exists() and (text := (folder / limit).read_text().strip()).isdigit():
+            free = min(free, int(text) - int((folder / used).read_text()) + cached_bytes(folder / "memory.stat", cached))
+    return max(free, 0)
+
+
+def cached_bytes(file: Path, name: str) -> int:
+    """Bytes of files, such as a checkpoint just written, that count as used in a container and make room when asked."""
+    lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+    return next((int(value) for key, value in lines if key == name), 0)
+
+
+CGROUPS = [
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+]
