@@ -11,7 +11,7 @@ from rwkv_batch.config import Config
 from rwkv_batch.config_page import page
 
 ROOT = Path(__file__).parent.parent
-READMES = sorted(ROOT.glob("README*.md"))
+READMES = [ROOT / "README.md", ROOT / "README.zh.md"]
 PAGES = [*READMES, *sorted((ROOT / "docs").glob("*.md"))]
 OF_TODAY = [path for path in PAGES if path.name != "changes.md"]  # which tells of flags and files as they were
 OTHER_FLAGS = {"--help", "--config", "--version", "--model"}
@@ -57,7 +57,7 @@ def test_files(path):
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links(path):
     """Each leads to a file that is there, and to a heading that it has."""
-    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(path)):
+    for target in re.findall(r"(?:\]\(|src=\"|srcset=\")([^)\"\s]+)", text_of(path)):
         if "://" in target:
             continue
         name, _, anchor = target.partition("#")
@@ -92,6 +92,23 @@ def test_the_tree_of_the_readme(path):
             shown.add(name.rstrip("/"))
     tracked = {"scheduling", "engine", "model", "kernels", "sampling", "cuda", "hip", "routes", "web", "bench", "test", "docs"}
     assert tracked <= shown
+
+
+def test_the_words_of_the_glossary():
+    """What the last column names occurs in the code; no term is explained twice."""
+    rows = re.findall(r"^\| (.+?) \|.*\| ([^|]*) \|$", text_of(ROOT / "docs" / "glossary.md"), re.MULTILINE)
+    terms = [term for row in rows for term in row[0].split(", ") if term != "Word"]
+    assert len(terms) == len(set(terms))
+    names = {name for row in rows for name in re.findall(r"`(\w+)`", row[1])}
+    assert len(names) > 30
+    assert not names - words_of_the_code()
+
+
+def words_of_the_code() -> set[str]:
+    """All words of the Python and CUDA sources that are not tests."""
+    folders = ("rwkv_batch", "routes", "sampling", "cuda")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
+    return {word for path in (ROOT / "state_pool.py", *files) for word in re.findall(r"\w+", text_of(path))}
 
 
 def test_configuration_is_current():
