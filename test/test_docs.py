@@ -1,6 +1,8 @@
 """The README and the pages of docs/: what they name is there, and what is generated is current."""
 
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -77,6 +79,39 @@ def test_readme(path):
     text = text_of(path)
     assert len(text.splitlines()) <= 200
     assert {file.name for file in (ROOT / "docs").glob("*.md")} <= set(re.findall(r"\(docs/([\w-]+\.md)", text))
+
+
+def test_both_readmes_say_the_same():
+    """The same commands, links and figures, in the same order."""
+    english, chinese = map(text_of, READMES)
+    for pattern in (r"^curl .*?\}'$", r"^(?:make|python|source|from|client|answer)\b[^#\n]*", r"\]\(((?:docs|demo)/[^)]+)\)"):
+        found = [[match.strip() for match in re.findall(pattern, text, BLOCK)] for text in (english, chinese)]
+        assert found[0], pattern
+        assert found[0] == found[1]
+    figures = [
+        re.findall(r"\d[\d,.]*\d", "".join(re.findall(r"^\|.*json`.*$", text, re.MULTILINE))) for text in (english, chinese)
+    ]
+    assert figures[0] == figures[1]
+
+
+def test_the_figures_of_the_readme():
+    """Each figure of the table of speed is in the result file that its row names."""
+    rows = re.findall(r"^\|(.*?)\|(.*?)\|(.*?)\| `(\S+\.json)`", text_of(READMES[0]), re.MULTILINE)
+    assert len(rows) > 5
+    for _, ours, theirs, name in rows:
+        results = json.loads(text_of(ROOT / "bench" / "results" / name))
+        for text in re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", re.sub(r"`.*?`", "", ours + theirs)):
+            digits = len(text.partition(".")[2])
+            assert any(f"{value:,.{digits}f}" == text for value in numbers_in(results)), (text, name)
+
+
+def numbers_in(value) -> Iterator[float]:
+    """All numbers of a JSON value."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from numbers_in(item)
+    elif isinstance(value, int | float):
+        yield value
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
