@@ -27,7 +27,7 @@ from bench.synth_checkpoint import synth
 from rwkv_batch import __version__
 from rwkv_batch.engine.build import tune_cpu, usable_cpus
 from rwkv_batch.model import weights as weights_module
-from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 
@@ -47,14 +47,14 @@ class Ours:
     def __init__(self, path: str):
         self.model = Model(weights_module.load(path))
         self.state = State(self.model.weights.shape, max(BATCHES))
-        self.rows = {batch: Rows(list(range(batch)), [1] * batch) for batch in BATCHES}
+        self.rows = {batch: PackedRows(list(range(batch)), [1] * batch) for batch in BATCHES}
         self.tokens = torch.randint(1, 60000, (PREFILL,), generator=torch.Generator().manual_seed(1))
 
     def decode(self, batch: int) -> None:
         self.model.forward(self.tokens[:batch], self.rows[batch], self.state)
 
     def prefill(self) -> None:
-        self.model.forward(self.tokens, Rows([0], [PREFILL]), self.state)
+        self.model.forward(self.tokens, PackedRows([0], [PREFILL]), self.state)
 
     def bytes_read(self) -> int:
         """Bytes a B = 1 step reads: every matrix, of ffn.value only the rows of active units."""

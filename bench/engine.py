@@ -31,7 +31,7 @@ from rwkv_batch.config import Config
 from rwkv_batch.engine import build
 from rwkv_batch.kernels import compiler
 from rwkv_batch.model import weights as weights_module
-from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.packed_rows import CapturedRows, PackedRows
 from sampling.params import SamplingParams
 
 COPY_BYTES, FLOPS = 4.29e12, 758e12  # device copy and dense fp16 product, measured on an H200
@@ -91,12 +91,14 @@ class Bench:
         for start in range(0, slots, 64):  # states of real use: after a prompt each
             some = list(range(start, min(start + 64, slots)))
             length = max(1, min(32, tokens // len(some)))
-            self.model.forward(self.tokens[: length * len(some)], Rows(some, [length] * len(some), self.device), self.state)
+            self.model.forward(
+                self.tokens[: length * len(some)], PackedRows(some, [length] * len(some), self.device), self.state
+            )
 
     def decode(self, batch: int) -> dict:
         """Return the figures of one batch size."""
         slots = torch.arange(batch, device=self.device)
-        rows = Rows.decoding(slots)
+        rows = CapturedRows.decode(slots)
         with torch.inference_mode():
             self.model.forward(None, rows, self.state)
             graph = torch.cuda.CUDAGraph()
@@ -118,7 +120,7 @@ class Bench:
         As the server would: where it has a graph of such a step, that is fed from the host and samples too.
         """
         slots = list(range(count))
-        rows = Rows(slots, [length] * count, self.device)
+        rows = PackedRows(slots, [length] * count, self.device)
         tokens = self.tokens[: count * length]
         prompts = tokens.view(count, length).tolist()
         captured = self.engine.prefills.fits(count * length, count)

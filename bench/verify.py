@@ -20,7 +20,7 @@ import torch
 from rwkv_batch.engine.build import tune_cpu, usable_cpus, valid_ids
 from rwkv_batch.errors import CheckpointError, RwkvBatchError
 from rwkv_batch.model import weights as weights_module
-from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.tokenizer import for_vocab
@@ -42,9 +42,9 @@ def ours(model: Model, prompt: list[int], count: int) -> tuple[list[int], list[f
     """Return (greedy ids, margins of the best over the second logit, seconds of prefill, seconds of decode)."""
     state, ids, margins = State(model.weights.shape, 1), [], []
     started = time.perf_counter()
-    logits = model.forward(torch.tensor(prompt), Rows([0], [len(prompt)]), state)
+    logits = model.forward(torch.tensor(prompt), PackedRows([0], [len(prompt)]), state)
     prefilled = time.perf_counter()
-    one = Rows([0], [1])
+    one = PackedRows([0], [1])
     for _ in range(count):
         best = logits[0].topk(2)
         ids.append(int(model.weights.output_ids[best.indices[0]]))

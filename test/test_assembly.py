@@ -15,7 +15,7 @@ from rwkv_batch.errors import CheckpointError, UsageError
 from rwkv_batch.kernels import layer_kernels, self_check
 from rwkv_batch.kernels.linear import Lora
 from rwkv_batch.kernels.ops import Buffers
-from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weights import ModelShape
@@ -175,8 +175,8 @@ def test_compiled_ops_equal_the_plain_ones():
     for compiled in (None, build.compiled_ops("default")):
         model = Model(weights) if compiled is None else Model(weights, compiled, "compile")
         state = State(weights.shape, 4)
-        prompt = model.forward(torch.arange(5, 45), Rows([1], [40]), state)
+        prompt = model.forward(torch.arange(5, 45), PackedRows([1], [40]), state)
         state.last_ids[:] = 7
-        results.append((prompt, model.forward(None, Rows([1, 2], [1, 1]), state), state.wkv))
+        results.append((prompt, model.forward(None, PackedRows([1, 2], [1, 1]), state), state.wkv))
     for one, other in zip(*results, strict=True):
         assert (one - other).abs().max() <= 1e-4

@@ -139,13 +139,13 @@ def test_sampled_answers_end_with_a_sentence(worker, repeats, least):
 @pytest.mark.long
 def test_rates(worker, capsys):
     """The model's own pace at B = 1 and 32; on two quiet cores B = 1 decodes at more than 150 tokens/s."""
-    from rwkv_batch.model.reference_ops import Rows
+    from rwkv_batch.model.packed_rows import PackedRows
     from rwkv_batch.model.state import State
 
     model = worker.engine.model
     best = {}
     for batch in (1, 32):
-        state, rows = State(model.weights.shape, batch), Rows(list(range(batch)), [1] * batch)
+        state, rows = State(model.weights.shape, batch), PackedRows(list(range(batch)), [1] * batch)
         tokens = torch.full((batch,), kept_ids(PACKED)[500])
         times = []
         for _ in range(60):

@@ -16,7 +16,7 @@ from rwkv_batch.kernels.gemm import Gemm
 from rwkv_batch.kernels.launch import Launcher
 from rwkv_batch.model import reference_ops
 from rwkv_batch.model import weights as weights_module
-from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.packed_rows import CapturedRows, PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.request import Request, Sequence
@@ -86,16 +86,16 @@ def test_logits_equal_the_reference_in_fp32(name, wkv_state):
     got, expected = [], []
     for step in tokens:
         engine.state.last_ids[torch.tensor(slots, device="cuda")] = step
-        rows = Rows.decoding(torch.tensor(slots, device="cuda"))
+        rows = CapturedRows.decode(torch.tensor(slots, device="cuda"))
         got.append(engine.model.forward(None, rows, engine.state).clone())
-        expected.append(judge.forward(step, Rows(slots, [1] * 8, torch.device("cuda:0")), state))
+        expected.append(judge.forward(step, PackedRows(slots, [1] * 8, torch.device("cuda:0")), state))
     cosine, relative = compare(torch.cat(got), torch.cat(expected))
     print(f"{name} {wkv_state}: 512 decode steps: cosine {cosine:.6f}, relative RMS {relative:.2e}")
     assert cosine >= COSINE
     assert relative <= RELATIVE
     text = torch.randint(1, 4096, (4096,), generator=generator, device="cuda")
     at = torch.arange(15, 4096, 255, device="cuda")
-    rows = Rows([5], [4096], torch.device("cuda:0"))
+    rows = PackedRows([5], [4096], torch.device("cuda:0"))
     engine.state.clear([5])
     got = engine.model.forward(text, rows, engine.state, logits_of=at).clone()
     expected = judge.forward(text, rows, state, logits_of=at)
@@ -114,15 +114,15 @@ def test_prefill_equals_token_by_token_decode(name):
     text = torch.randint(1, 4096, (200,), device="cuda")
     device = torch.device("cuda:0")
     engine.state.clear([2, 6, 11])
-    whole = engine.model.forward(text, Rows([2], [200], device), engine.state).clone()
+    whole = engine.model.forward(text, PackedRows([2], [200], device), engine.state).clone()
     for token in text.split(1):
-        last = engine.model.forward(token, Rows([6], [1], device), engine.state)
+        last = engine.model.forward(token, PackedRows([6], [1], device), engine.state)
     cosine, relative = compare(last, whole)
     assert cosine >= COSINE
     assert relative <= RELATIVE
     cuts = [1, 16, 33, 1, 100, 49]
     for piece in text.split(cuts):
-        last = engine.model.forward(piece, Rows([11], [len(piece)], device), engine.state)
+        last = engine.model.forward(piece, PackedRows([11], [len(piece)], device), engine.state)
     cosine, relative = compare(last, whole)
     assert cosine >= COSINE
     assert relative <= RELATIVE

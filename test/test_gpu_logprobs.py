@@ -7,7 +7,7 @@ import torch
 from test_gpu_engine import engine_of, load
 
 from rwkv_batch.engine.engine import Engine
-from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.request import Request, TokenLogprob
@@ -51,7 +51,7 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, list[list[TokenLog
 @pytest.mark.parametrize("name", ["768", "4096"])
 @torch.inference_mode()
 def test_prompts_and_sampled_tokens_equal_the_reference(name):
-    """Rows that score, rows that report and rows that do neither, in one batch; captured steps too."""
+    """PackedRows that score, rows that report and rows that do neither, in one batch; captured steps too."""
     engine = engine_of(name, SLOTS, [8, SLOTS])
     judge = Model(load(name, torch.float32))
     generator = torch.Generator().manual_seed(5)
@@ -80,7 +80,7 @@ def test_prompts_and_sampled_tokens_equal_the_reference(name):
         assert len(tokens) == len(prompt) - 1 + MAX_TOKENS
         state.clear([0])
         at = torch.arange(len(ids), device="cuda")
-        logits = judge.forward(torch.tensor(ids, device="cuda"), Rows([0], [len(ids)], device), state, logits_of=at)
+        logits = judge.forward(torch.tensor(ids, device="cuda"), PackedRows([0], [len(ids)], device), state, logits_of=at)
         end = torch.searchsorted(judge.weights.output_ids, 0)
         if judge.weights.output_ids[end] == 0:
             logits[len(prompt) - 1 :, end] = -torch.inf  # these rows ignore the end

@@ -33,9 +33,9 @@ def mix(request):
 
 
 def packed(slots, lengths):
-    from rwkv_batch.kernels.mix import PackedRows
+    from rwkv_batch.model.packed_rows import RowLayout
 
-    return PackedRows.of(slots, lengths, "cuda:0")
+    return RowLayout.of(slots, lengths, "cuda:0")
 
 
 def randn(*shape, dtype=HALF, scale=1.0):

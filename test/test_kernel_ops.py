@@ -18,7 +18,7 @@ from kernel_recorder import make_launcher
 from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.autotune import Autotuner
 from rwkv_batch.kernels.ops import KernelOps
-from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.packed_rows import CapturedRows, PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weights import Layer, ModelShape, Weights
@@ -71,13 +71,13 @@ class Steps:
     def decode(self, num_rows: int) -> str:
         slots = torch.arange(1, num_rows + 1)
         self.recorder.clear()
-        self.model.forward(None, Rows.decoding(slots), self.state)
+        self.model.forward(None, CapturedRows.decode(slots), self.state)
         return digest(self.recorder.take())
 
     def prefill(self, lengths: list[int]) -> str:
         tokens, slots = torch.arange(sum(lengths)), [(7 * i + 3) % 130 for i in range(len(lengths))]
         self.recorder.clear()
-        self.model.forward(tokens, Rows(slots, lengths), self.state)
+        self.model.forward(tokens, PackedRows(slots, lengths), self.state)
         return digest(self.recorder.take())
 
     def every_variant(self, num_tokens: int) -> dict[str, list[str]]:
@@ -97,7 +97,7 @@ class Steps:
         return [note for note in self.recorder.take() if note[0] == "tune cublas"]
 
     def decode_step(self, num_rows: int) -> None:
-        self.model.forward(None, Rows.decoding(torch.arange(1, num_rows + 1)), self.state)
+        self.model.forward(None, CapturedRows.decode(torch.arange(1, num_rows + 1)), self.state)
 
 
 def empty_weights(shape: ModelShape) -> Weights:
@@ -134,7 +134,7 @@ def published(monkeypatch, name: str, *, hopper: bool = True, num_sms: int = 132
     ops = KernelOps(weights, launcher, max_tokens=TOKENS[-1], max_rows=TOKENS[-1])
     model, state = Model(weights, ops), State(weights.shape, 2, shift_dtype=torch.float16, wkv_dtype=torch.float16)
     for num_tokens in TOKENS:
-        rows, found = Rows.decoding(torch.zeros(num_tokens, dtype=torch.int64)), []
+        rows, found = CapturedRows.decode(torch.zeros(num_tokens, dtype=torch.int64)), []
         for product in PRODUCTS:
             for variant in [None, *ops.variants(product, num_tokens, ops.prepared.layers[0])]:
                 ops.choose(product, num_tokens, variant)
@@ -216,7 +216,9 @@ def test_reference_ops_in_the_place_of_kernels_compute_the_same(monkeypatch, len
     for model in (Model(weights), Model(weights, ops)):
         state = State(weights.shape, 4, shift_dtype=torch.float16)
         tokens = torch.arange(sum(lengths))
-        results.append([model.forward(tokens, Rows([2, 0, 1], lengths), state).float().clone() for _ in range(2)] + [state.wkv])
+        results.append(
+            [model.forward(tokens, PackedRows([2, 0, 1], lengths), state).float().clone() for _ in range(2)] + [state.wkv]
+        )
     for expected, got in zip(*results, strict=True):
         assert (got - expected).norm() <= 1e-2 * expected.norm()
 

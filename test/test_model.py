@@ -10,7 +10,8 @@ from models import SHAPES, TINY, random_tensors, random_weights
 from oracle import Oracle
 
 from rwkv_batch.model import weights as weights_module
-from rwkv_batch.model.reference_ops import CHUNK, Rows, channel_mix
+from rwkv_batch.model.packed_rows import CHUNK, PackedRows
+from rwkv_batch.model.reference_ops import channel_mix
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 
@@ -23,7 +24,7 @@ def run(model: Model, tokens: list[int], lengths: list[int], *, slot: int = 1, s
     pieces, start = [], 0
     for n in lengths:
         piece = torch.tensor(tokens[start : start + n])
-        pieces.append(model.forward(piece, Rows([slot], [n]), state, logits_of=torch.arange(n)))
+        pieces.append(model.forward(piece, PackedRows([slot], [n]), state, logits_of=torch.arange(n)))
         start += n
     return torch.cat(pieces)
 
@@ -76,7 +77,7 @@ def test_rows_do_not_see_one_another():
         before = state.wkv[:, idle].clone(), state.shift[:, :, idle].clone()
         lengths = [min(rng.choice((1, 1, 7, CHUNK, 70)), len(texts[s]) - fed[s]) for s in live]
         tokens = [t for s, n in zip(live, lengths, strict=True) for t in texts[s][fed[s] : fed[s] + n]]
-        logits = model.forward(torch.tensor(tokens), Rows(live, lengths), state)
+        logits = model.forward(torch.tensor(tokens), PackedRows(live, lengths), state)
         for row, (slot, n) in enumerate(zip(live, lengths, strict=True)):
             fed[slot] += n
             last[slot] = logits[row]
@@ -96,7 +97,7 @@ def test_adjacent_slots_and_scattered_slots_agree():
     for slots in ([0, 1, 2], [4, 1, 3]):
         state = State(weights.shape, 5)
         for step in range(3):
-            logits = model.forward(torch.tensor([5, 6, 7]) + step, Rows(slots, [1, 1, 1]), state)
+            logits = model.forward(torch.tensor([5, 6, 7]) + step, PackedRows(slots, [1, 1, 1]), state)
         results.append((logits, state.wkv[:, slots]))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
@@ -159,7 +160,7 @@ def greedy(model: Model, prompt: list[int], count: int) -> tuple[list[int], list
         best = logits.topk(2)
         ids.append(int(model.weights.output_ids[best.indices[0]]))
         margins.append(float(best.values[0] - best.values[1]))
-        logits = model.forward(torch.tensor(ids[-1:]), Rows([0], [1]), state)[0]
+        logits = model.forward(torch.tensor(ids[-1:]), PackedRows([0], [1]), state)[0]
     return ids, margins
 
 

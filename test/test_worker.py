@@ -10,9 +10,9 @@ import torch
 from models import TINY, random_weights, tokenizer_for
 from test_model import greedy, run
 
-from rwkv_batch.engine.build import CHECKPOINTS
 from rwkv_batch.engine.engine import Engine
 from rwkv_batch.engine.engine_loop import Worker
+from rwkv_batch.engine.memory import CHECKPOINTS
 from rwkv_batch.errors import Overloaded, Unavailable
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import Snapshot, State

@@ -30,7 +30,7 @@ from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.state_fill import StateFill
 from rwkv_batch.model import reference_ops
 from rwkv_batch.model import weights as weights_module
-from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.packed_rows import CapturedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weights import DTYPES, ModelShape
@@ -232,7 +232,7 @@ def build_engine(
     prefills = None if config.batch_invariant else PrefillGraphs(model, sampler, state, max_tokens=max_tokens)
     slots = torch.tensor([*range(num_slots)] + [-1] * IN_PLACE_ROWS, device=device)
     state.last_ids.random_(1, len(weights.embedding))  # steps that are timed want rows that differ
-    tuner = Autotuner(ops, lambda num_rows: model.forward(None, Rows.decoding(slots[:num_rows]), state))
+    tuner = Autotuner(ops, lambda num_rows: model.forward(None, CapturedRows.decode(slots[:num_rows]), state))
     tuner.tune(sorted({*sizes, *(prefills.sizes if prefills else ())}))
     graphs.capture()
     if prefills:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.engine.staging import Staging
-from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.packed_rows import CapturedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from sampling.base import Sampled
@@ -75,7 +75,7 @@ class DecodeGraphs:
 
     def _step(self, size: int) -> Tensor:
         slots = self._slots[:size]
-        logits = self.model.forward(None, Rows.decoding(slots), self.state)
+        logits = self.model.forward(None, CapturedRows.decode(slots), self.state)
         self.sampler.launch(logits, slots, out_ids=self._ids[:size], out_finite=self._finite[:size])
         return logits
 

@@ -15,7 +15,7 @@ from rwkv_batch.engine.decode_graphs import DecodeGraphs
 from rwkv_batch.engine.logprobs import Scoring, is_scored
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
 from rwkv_batch.errors import Unavailable
-from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import Snapshot, State
 from rwkv_batch.request import Sequence, TokenLogprob
@@ -71,7 +71,7 @@ class Engine:
         self.device = model.weights.device
         self.num_eager_decodes = 0
         self._thread = 0
-        self._decode_rows = Rows([], [])  # of the last step if that was all decode: most steps repeat their slots
+        self._decode_rows = PackedRows([], [])  # of the last step if that was all decode: most steps repeat their slots
         self._readback = _Readback(state.num_slots, self.device) if self.device.type == "cuda" else None
 
     @torch.inference_mode()
@@ -95,7 +95,7 @@ class Engine:
         sampling = [i for i, row in enumerate(rows) if row.sample]
         all_sample = len(sampling) == len(rows)
         scoring = Scoring(rows) if any(is_scored(row) for row in rows) else None
-        logits_of = None if all_sample and scoring is None else packed.last[sampling]
+        logits_of = None if all_sample and scoring is None else packed.last_token_index[sampling]
         if scoring is not None:
             logits_of = torch.cat((logits_of, torch.tensor(scoring.positions, dtype=torch.int64, device=self.device)))
         tokens = None if decoding else self._tokens(rows, packed)
@@ -206,23 +206,23 @@ class Engine:
             [s.slot for s in sequences], [s.request.sampling for s in sequences], [s.index for s in sequences]
         )
 
-    def _pack(self, rows: list[Row]) -> Rows:
+    def _pack(self, rows: list[Row]) -> PackedRows:
         slots = [row.sequence.slot for row in rows]
         lengths = [len(row.ids) or 1 for row in rows]
         known = self._decode_rows
         if known.slots == slots and known.lengths == lengths:
             return known
-        packed = Rows(slots, lengths, self.device)
+        packed = PackedRows(slots, lengths, self.device)
         if packed.is_decode:
             self._decode_rows = packed
         return packed
 
-    def _tokens(self, rows: list[Row], packed: Rows) -> torch.Tensor:
+    def _tokens(self, rows: list[Row], packed: PackedRows) -> torch.Tensor:
         """Return the ids to feed [N]: those of prompts, and of the other rows what was sampled last."""
         tokens = torch.tensor([id for row in rows for id in row.ids or (0,)], device=self.device)
         decoding = [b for b, row in enumerate(rows) if not row.ids]
         if decoding:
-            tokens[packed.first[decoding]] = self.state.last_ids[packed.slot_tensor[decoding]]
+            tokens[packed.first_token_index[decoding]] = self.state.last_ids[packed.slot_tensor[decoding]]
         return tokens
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from rwkv_batch.engine.staging import Staging
 from rwkv_batch.kernels.launch import fastest_replay
-from rwkv_batch.kernels.mix import CONTINUES, NO_SLOT, PackedRows
-from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.packed_rows import CONTINUES, NO_SLOT, CapturedRows, RowLayout
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from sampling.base import Sampled
@@ -100,7 +99,7 @@ class PrefillGraphs:
             [num_tokens, num_rows, num_rows, num_rows, num_rows + 1 + num_tokens]
         )
         starts, previous_slot = small.int().split([num_rows + 1, num_tokens])
-        rows = Rows.captured(PackedRows(slots, starts, last.int(), previous_slot), last)
+        rows = CapturedRows.prefill(RowLayout(slots, starts, last.int(), previous_slot), last)
         logits = self.model.forward(tokens, rows, self.state)
         self.sampler.launch(logits, sampled, out_ids=self._ids[:num_rows], out_finite=self._finite[:num_rows])
         return logits

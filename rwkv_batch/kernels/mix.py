@@ -13,40 +13,12 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.launch import INT, POINTER, Launcher, check, pointer
+from rwkv_batch.model.packed_rows import RowLayout
 from rwkv_batch.model.weights import HEAD_SIZE
 
 COLUMNS_OF_WARP = 256
 MAX_WIDTH = 4096
 STATE_TYPES = {torch.float32: 0, torch.float16: 1}  # as `Type` in cuda/common.cuh
-CONTINUES, NO_SLOT = -1, -2  # entries of PackedRows.previous_slot
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """Where the rows of a prefill step lie, on the device.
-
-    slots          [B] int64, distinct, -1 for a row whose state is not kept
-    cu_seqlens     [B+1] int32: row b owns tokens cu_seqlens[b] to cu_seqlens[b+1] - 1
-    last_index     [B] int32: position of each row's last token
-    previous_slot  [N] int32: for a row's first token its slot, or -2 when it has none; -1 for the others
-    """
-
-    slots: Tensor
-    cu_seqlens: Tensor
-    last_index: Tensor
-    previous_slot: Tensor
-
-    @classmethod
-    def of(cls, slots: Sequence[int], lengths: Sequence[int], device: torch.device | str) -> "PackedRows":
-        """Build it from each row's slot and length (>= 1) with one copy to the device."""
-        cu_seqlens, previous_slot = [0], []
-        for slot, length in zip(slots, lengths, strict=True):
-            cu_seqlens.append(cu_seqlens[-1] + length)
-            previous_slot += [slot if slot >= 0 else NO_SLOT] + [CONTINUES] * (length - 1)
-        last_index = [start - 1 for start in cu_seqlens[1:]]
-        packed = torch.tensor([*slots, *cu_seqlens, *last_index, *previous_slot], dtype=torch.int64).to(device)
-        small = packed[len(slots) :].int()
-        return cls(packed[: len(slots)], *small.split([len(cu_seqlens), len(slots), len(previous_slot)]))
 
 
 @dataclass(frozen=True)
@@ -155,7 +127,7 @@ class Mix:
         bias: Tensor,
         mix: Tensor,
         shift: Tensor,
-        rows: PackedRows,
+        rows: RowLayout,
         normed: Tensor,
         out: Tensor,
         *,
@@ -175,7 +147,7 @@ class Mix:
         if rows.previous_slot.shape != (n,):
             raise ValueError(f"rows: {rows.previous_slot.shape[0]} tokens, x has {n}")
         run = run or (4 if n <= 256 else 8 if n <= 4096 else 16)
-        arguments = (x, y, weight, bias, mix, shift, rows.previous_slot, rows.last_index, rows.slots, normed, out)
+        arguments = (x, y, weight, bias, mix, shift, rows.previous_slot, rows.last_token_index, rows.slots, normed, out)
         sizes = (n, len(rows.slots), c, len(mix), run, parts or 1)
         self._launcher.launch(self._prefill, *map(pointer, arguments), *sizes, self._pdl)
 
@@ -209,7 +181,7 @@ class Mix:
         self._launcher.launch(self._wkv_decode, *self._wkv_pointers(inputs, layer), *arguments, *sizes)
 
     def wkv_prefill(
-        self, inputs: WkvInputs, layer: WkvLayer, state: Tensor, rows: PackedRows, out: Tensor, *, exact: bool = False
+        self, inputs: WkvInputs, layer: WkvLayer, state: Tensor, rows: RowLayout, out: Tensor, *, exact: bool = False
     ) -> None:
         """The same for packed rows of any lengths: out [N, C].
 
@@ -256,12 +228,12 @@ class Mix:
             out=(out, torch.float16, (len(mix), n, c)),
         )
 
-    def _check_rows(self, rows: PackedRows) -> None:
+    def _check_rows(self, rows: RowLayout) -> None:
         b = len(rows.slots)
         self._check(
             slots=(rows.slots, torch.int64, (b,)),
             cu_seqlens=(rows.cu_seqlens, torch.int32, (b + 1,)),
-            last_index=(rows.last_index, torch.int32, (b,)),
+            last_token_index=(rows.last_token_index, torch.int32, (b,)),
             previous_slot=(rows.previous_slot, torch.int32, rows.previous_slot.shape),
         )
 

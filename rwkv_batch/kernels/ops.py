@@ -28,9 +28,9 @@ from rwkv_batch.kernels.linear import (
     Lora,
     reserved_configs,
 )
-from rwkv_batch.kernels.mix import Mix, PackedRows, WkvInputs
+from rwkv_batch.kernels.mix import Mix, WkvInputs
 from rwkv_batch.kernels.variants import CUBLAS, GEMM, GEMV, GEMV_RKV, MASKED, SPARSE, LoraPlacement, Method, Product, Variant
-from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.packed_rows import RowLayout, StepRows
 from rwkv_batch.model.weights import ModelShape, Weights
 
 HALF = torch.float16
@@ -129,7 +129,7 @@ class KernelOps:
         self._side = torch.cuda.Stream(launcher.device)
         self._chosen: dict[tuple[Product, int], Variant] = {}  # by product and tokens
         self._now = self.buffers.all  # of the step that runs
-        self._packed: PackedRows | None = None
+        self._layout: RowLayout | None = None  # of a prefill step
 
     def prepare(self, weights: Weights) -> ModelKernels:
         """Return what `Model` hands to the ops; `weights` are those that the ops were made for."""
@@ -144,11 +144,11 @@ class KernelOps:
 
     # The ops, in the order in which a step calls them.
 
-    def embed(self, embedding: Tensor, tokens: Tensor | None, rows: Rows, last_ids: Tensor) -> Tensor:
+    def embed(self, embedding: Tensor, tokens: Tensor | None, rows: StepRows, last_ids: Tensor) -> Tensor:
         """See `reference_ops.embed`. Begins a step: launches go to torch's current stream until the next one."""
         self.launcher.use_current_stream()
         self.begin(len(rows.slot_tensor) if tokens is None else len(tokens))
-        self._packed = None if rows.is_decode else rows.packed or PackedRows.of(rows.slots, rows.lengths, rows.device)
+        self._layout = None if rows.is_decode else rows.layout
         if tokens is None:
             self.mix.embed_decode(last_ids, rows.slot_tensor, embedding, self._now.x)
         else:
@@ -156,29 +156,29 @@ class KernelOps:
         return self._now.x
 
     def add_norm_mix(
-        self, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, mix: Tensor, shift: Tensor, rows: Rows
+        self, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, mix: Tensor, shift: Tensor, rows: StepRows
     ) -> tuple[Tensor, Tensor]:
         """See `reference_ops.add_norm_mix`; `x` is changed in place, and six planes come in the order of PLANES."""
         mixed = self._now.mixed[: len(mix)]
-        if self._packed is None:
+        if self._layout is None:
             # What this layer remembers was written a step ago, the slots before this one.
             self.mix.add_norm_mix_decode(x, y, weight, bias, mix, shift, rows.slot_tensor, mixed, inputs_ready=True)
         else:
-            self.mix.add_norm_mix_prefill(x, y, weight, bias, mix, shift, self._packed, self._now.normed, mixed)
+            self.mix.add_norm_mix_prefill(x, y, weight, bias, mix, shift, self._layout, self._now.normed, mixed)
         return x, mixed
 
     def time_mix(
-        self, mixed: Tensor, layer: LayerKernels, wkv_state: Tensor, rows: Rows, v_first: Tensor | None
+        self, mixed: Tensor, layer: LayerKernels, wkv_state: Tensor, rows: StepRows, v_first: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """See `reference_ops.time_mix`."""
         b = self._now
         self.attention_inputs(mixed, layer)
         v_mix = None if v_first is None else b.v_mix
         inputs = WkvInputs(*b.rkv.unbind(), b.w_raw, b.a, v_mix, b.g, b.v_first)
-        if self._packed is None:
+        if self._layout is None:
             self.mix.wkv_decode(inputs, layer.wkv, wkv_state, rows.slot_tensor, b.heads, inputs_ready=True)
         else:
-            self.mix.wkv_prefill(inputs, layer.wkv, wkv_state, self._packed, b.heads)
+            self.mix.wkv_prefill(inputs, layer.wkv, wkv_state, self._layout, b.heads)
         self.product("output", b.heads, layer.output, b.y)
         return b.y, b.v_first
 

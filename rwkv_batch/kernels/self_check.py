@@ -18,7 +18,7 @@ from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.state_fill import StateFill
 from rwkv_batch.kernels.variants import Product, Variant
 from rwkv_batch.model import reference_ops
-from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weights import HEAD_SIZE, Layer, ModelShape, Weights
@@ -178,7 +178,7 @@ def _run(model: Model, lengths: list[int], wkv_dtype: torch.dtype) -> list[Tenso
     logits = []
     for _ in range(2):
         tokens = torch.randint(0, VOCAB, (sum(lengths),), generator=generator, device=weights.device)
-        logits.append(model.forward(tokens, Rows(slots, lengths, weights.device), state).float())
+        logits.append(model.forward(tokens, PackedRows(slots, lengths, weights.device), state).float())
     return [*(t.clone() for t in logits), state.shift.float(), state.wkv.float()]
 
 

@@ -1,19 +1,17 @@
 """Every op of the forward pass in plain torch: the CPU path, and the judge of every kernel.
 
-Ops take packed rows: N tokens of B rows one after another, described by `Rows`. Arithmetic is fp32 whatever the weights'
+Ops take packed rows: N tokens of B rows one after another, described by `PackedRows`. Arithmetic is fp32 whatever the weights'
 dtype. `kernels/ops.py` offers the same names and signatures. RWKV-7 is described in Peng et al., "RWKV-7 Goose" (2025).
 """
 
-from dataclasses import dataclass, field
-from functools import cache, cached_property
-from typing import Any, ClassVar
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 
+from rwkv_batch.model.packed_rows import CHUNK, PackedRows
 from rwkv_batch.model.weights import HEAD_SIZE, Layer, Weights
 
-CHUNK = 32  # tokens a chunk; decays of half a chunk stay above e^-9.7, so both factors of a decay ratio fit into fp32
 LOG_W_SCALE = -0.6065306597126334  # -exp(-0.5): log w = LOG_W_SCALE * sigmoid(.)
 GROUP_NORM_EPS = 64e-5
 LARGEST_HALF = 65504.0
@@ -22,140 +20,24 @@ TRANSPOSED_ROWS = (3, 16)  # the least and most rows that `linear` multiplies tr
 TRANSPOSED_HEIGHT = 16384  # the least height of the matrix there
 
 
-@dataclass
-class Rows:
-    """Which tokens of a step belong to which slot.
-
-    slots    B distinct slots
-    lengths  tokens of each row, all >= 1; their sum is N
-    """
-
-    slots: list[int]
-    lengths: list[int]
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    @classmethod
-    def decoding(cls, slots: torch.Tensor) -> "Rows":
-        """One token for each slot of a tensor [B] int64, -1 = no row; what they are is not known on the host."""
-        rows = cls([], [], slots.device)
-        rows.slot_tensor = slots
-        return rows
-
-    @classmethod
-    def captured(cls, packed: Any, last: torch.Tensor) -> "Rows":
-        """Rows of a captured prefill step, whose lengths only the device knows.
-
-        packed  how the kernels are told, a `kernel_mix.PackedRows`
-        last    [B] int64: position of each row's last token
-        """
-        rows = cls([], [], last.device)
-        rows.is_decode, rows.packed, rows.last = False, packed, last
-        return rows
-
-    packed: ClassVar[Any] = None
-
-    @cached_property
-    def is_decode(self) -> bool:
-        """Whether every row is one token long."""
-        return len(self.lengths) == sum(self.lengths)
-
-    @cached_property
-    def starts(self) -> list[int]:
-        """[B+1]: row b owns tokens starts[b] to starts[b+1] - 1."""
-        starts = [0]
-        for length in self.lengths:
-            starts.append(starts[-1] + length)
-        return starts
-
-    @cached_property
-    def first(self) -> torch.Tensor:
-        """[B] int64: position of each row's first token."""
-        return self._tensor(self.starts[:-1])
-
-    @cached_property
-    def last(self) -> torch.Tensor:
-        """[B] int64: position of each row's last token."""
-        return self._tensor([start - 1 for start in self.starts[1:]])
-
-    @cached_property
-    def slot_tensor(self) -> torch.Tensor:
-        """[B] int64."""
-        return self._tensor(self.slots)
-
-    @cached_property
-    def slot_index(self) -> torch.Tensor | slice:
-        """[B] int64, or a slice when the slots follow one another: then the state is worked on without a copy."""
-        return _slice_of(self.slots) or self.slot_tensor
-
-    @cached_property
-    def single(self) -> list[int]:
-        """Rows of one token: their wkv takes the one-step form."""
-        return [b for b, length in enumerate(self.lengths) if length == 1]
-
-    @cached_property
-    def single_at(self) -> tuple[torch.Tensor, torch.Tensor | slice]:
-        """Positions and slots of the rows of one token."""
-        at = self._tensor([self.starts[b] for b in self.single])
-        slots = [self.slots[b] for b in self.single]
-        return at, _slice_of(slots) or self._tensor(slots)
-
-    @cached_property
-    def chunks(self) -> "Chunks":
-        """The chunks of all rows longer than one token."""
-        return Chunks.of(self)
-
-    def _tensor(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-
-@dataclass
-class Chunks:
-    """Rows of more than one token, cut into chunks of CHUNK tokens, the last one padded.
-
-    slots    [R] int64 of these rows, the longest row first
-    index    [M, CHUNK] int64: chunk m's tokens as positions among the N (padding: 0); ordered by number of the chunk within
-             its row, then by row as in `slots`
-    padding  [M, CHUNK] bool, None when there is none
-    in_order whether the chunks follow one another as the tokens do, so that nothing need be gathered
-    counts   counts[c] rows have a chunk number c
-    """
-
-    slots: torch.Tensor
-    index: torch.Tensor
-    padding: torch.Tensor | None
-    in_order: bool
-    counts: list[int]
-
-    @classmethod
-    def of(cls, rows: Rows) -> "Chunks":
-        """Cut them."""
-        order = sorted((b for b, n in enumerate(rows.lengths) if n > 1), key=lambda b: -rows.lengths[b])
-        starts, ends, counts = [], [], []
-        for offset in range(0, rows.lengths[order[0]], CHUNK):
-            live = [b for b in order if rows.lengths[b] > offset]
-            counts.append(len(live))
-            starts += [rows.starts[b] + offset for b in live]
-            ends += [rows.starts[b + 1] for b in live]
-        index = rows._tensor(starts)[:, None] + torch.arange(CHUNK, device=rows.device)
-        padding = index >= rows._tensor(ends)[:, None]
-        padded = any(length % CHUNK for length in rows.lengths if length > 1)
-        slots = rows._tensor([rows.slots[b] for b in order])
-        in_order = len(rows.lengths) == 1 and not padded
-        return cls(slots, index.masked_fill_(padding, 0), padding if padded else None, in_order, counts)
-
-
 def prepare(weights: Weights) -> Weights:
     """Return what `Model` hands to the ops: here the weights as they are."""
     return weights
 
 
-def embed(embedding: torch.Tensor, tokens: torch.Tensor | None, rows: Rows, last_ids: torch.Tensor) -> torch.Tensor:
+def embed(embedding: torch.Tensor, tokens: torch.Tensor | None, rows: PackedRows, last_ids: torch.Tensor) -> torch.Tensor:
     """Return the rows of `embedding` [V, C] for tokens [N], or for each row's `last_ids[slot]` -> [N, C]."""
     return embedding[last_ids[rows.slot_index] if tokens is None else tokens].float()
 
 
 def add_norm_mix(
-    x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, mix: torch.Tensor, shift, rows: Rows
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    mix: torch.Tensor,
+    shift,
+    rows: PackedRows,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x + y [N, C] and its layer norm, shifted and mixed [K, N, C]; see `shift_mix`."""
     x = x if y is None else x + y
@@ -190,7 +72,7 @@ def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
-def shift_mix(x: torch.Tensor, mix: torch.Tensor, shift: torch.Tensor, rows: Rows) -> torch.Tensor:
+def shift_mix(x: torch.Tensor, mix: torch.Tensor, shift: torch.Tensor, rows: PackedRows) -> torch.Tensor:
     """Blend each token [N, C] with the one before it, in K proportions: mix [K, 1, C] -> [K, N, C].
 
     The token before a row's first comes from `shift` [S, C], which then takes the row's last token.
@@ -204,14 +86,14 @@ def shift_mix(x: torch.Tensor, mix: torch.Tensor, shift: torch.Tensor, rows: Row
             shift[rows.slot_index] = x.to(shift.dtype)
         return mixed
     previous = x.roll(1, 0)
-    previous[rows.first] = kept.to(x.dtype)
+    previous[rows.first_token_index] = kept.to(x.dtype)
     mixed = torch.lerp(x, previous, mix)
-    shift[rows.slot_index] = x[rows.last].to(shift.dtype)
+    shift[rows.slot_index] = x[rows.last_token_index].to(shift.dtype)
     return mixed
 
 
 def time_mix(
-    mixed: torch.Tensor, layer: Layer, wkv_state: torch.Tensor, rows: Rows, v_first: torch.Tensor | None
+    mixed: torch.Tensor, layer: Layer, wkv_state: torch.Tensor, rows: PackedRows, v_first: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention-like half of a block: mixed [6, N, C], wkv_state [S, H, 64, 64] updated in place.
 
@@ -255,7 +137,7 @@ def channel_mix(mixed: torch.Tensor, layer: Layer) -> torch.Tensor:
     return project(hidden, layer.ffn_value)
 
 
-def wkv(r, log_w, k, v, kk, a, state: torch.Tensor, rows: Rows) -> torch.Tensor:
+def wkv(r, log_w, k, v, kk, a, state: torch.Tensor, rows: PackedRows) -> torch.Tensor:
     """The recurrence S <- S diag(w) - (S kk) (a kk)^T + v k^T, y = S r, for each row from its slot's state.
 
     r, log_w, k, v, kk, a  [N, H, 64] fp32; w = exp(log_w)
@@ -292,7 +174,7 @@ def _wkv_step(r, log_w, k, v, kk, a, state, slots) -> torch.Tensor:
     return y.view(shape)
 
 
-def _wkv_chunks(r, log_w, k, v, kk, a, state, rows: Rows, y: torch.Tensor) -> None:
+def _wkv_chunks(r, log_w, k, v, kk, a, state, rows: PackedRows, y: torch.Tensor) -> None:
     """The chunked matrix form, written into y's positions.
 
     With b = -a kk, let G_i be the decay from a chunk's start through token i. Unrolled,
@@ -371,9 +253,3 @@ def _causal(device: torch.device) -> torch.Tensor:
     """[2, CHUNK, 1, CHUNK] mask: kk's line sees only earlier tokens, r's also its own."""
     ones = torch.ones(CHUNK, CHUNK, device=device)
     return torch.stack((ones.tril(-1), ones.tril()))[:, :, None]
-
-
-def _slice_of(slots: list[int]) -> slice | None:
-    """Return the slice that selects `slots`, if they follow one another."""
-    end = slots[0] + len(slots)
-    return slice(slots[0], end) if slots == list(range(slots[0], end)) else None

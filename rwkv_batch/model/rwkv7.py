@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 from rwkv_batch.model import reference_ops
-from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.packed_rows import StepRows
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weights import Weights
 
@@ -24,7 +24,7 @@ class Model:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: torch.Tensor | None, rows: Rows, state: State, *, logits_of: torch.Tensor | None = None
+        self, tokens: torch.Tensor | None, rows: StepRows, state: State, *, logits_of: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Feed tokens [N] to the rows' slots, whose states move on in place.
 
@@ -43,5 +43,5 @@ class Model:
             x, mixed = ops.add_norm_mix(x, y, layer.ln2_weight, layer.ln2_bias, layer.ffn_mix, state.channel_shift[i], rows)
             y = ops.channel_mix(mixed, layer)
         if logits_of is None and not rows.is_decode:
-            logits_of = rows.last
+            logits_of = rows.last_token_index
         return ops.logits(x, y, w, logits_of)

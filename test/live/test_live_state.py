@@ -29,7 +29,7 @@ from server_process import PATIENCE, ServerProcess, wait_until
 from routes import ROUTES
 from rwkv_batch import tokenizer
 from rwkv_batch.model import weights
-from rwkv_batch.model.reference_ops import Rows
+from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ def write_reference_file(path: Path, checkpoint: Path) -> None:
     ids = tokenizer.for_vocab(256).encode(FIRST)
     state = State(model.weights.shape, 1)
     with torch.inference_mode():
-        model.forward(torch.tensor(ids), Rows([0], [len(ids)]), state)
+        model.forward(torch.tensor(ids), PackedRows([0], [len(ids)]), state)
     kept = io.BytesIO()
     torch.save([state.shift.half(), state.wkv.half(), torch.tensor([len(ids)], dtype=torch.int32)], kept)
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
