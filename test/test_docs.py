@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from routes.schemas import SamplingBody
 from rwkv_batch.config import Config
 from rwkv_batch.config_page import page
 
@@ -144,6 +145,21 @@ def words_of_the_code() -> set[str]:
     folders = ("rwkv_batch", "routes", "sampling", "cuda")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
     return {word for path in (ROOT / "state_pool.py", *files) for word in re.findall(r"\w+", text_of(path))}
+
+
+def test_the_fields_of_the_native_routes():
+    """All of them, with their defaults."""
+    table = text_of(ROOT / "docs" / "api-native.md").partition("## Fields")[2].partition("\n## ")[0]
+    told = {}
+    for names, defaults in re.findall(r"^\| (`.*?) \| (.*?) \|", table, re.MULTILINE):
+        names, values = (re.findall(r"`(.*?)`", cell) for cell in (names, defaults))
+        told |= dict(zip(names, values or [None] * len(names), strict=True))
+    fields = SamplingBody.model_fields
+    assert set(told) == {*fields, "password"}
+    for name, field in fields.items():
+        default = field.get_default(call_default_factory=True)
+        if name not in ("seed", "noise"):
+            assert told[name] == (default if isinstance(default, str) else json.dumps(default)), name
 
 
 def test_configuration_is_current():
