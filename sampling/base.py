@@ -20,7 +20,7 @@ noise may be left unevaluated on columns that cannot win.
 import bisect
 import secrets
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -269,9 +269,14 @@ class Sampled(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Turns logits into token ids, one for each row, and moves the controls of the sampled slots on by one step."""
+    """Turns logits into token ids, one for each row, and moves the controls of the sampled slots on by one step.
 
-    controls: Controls
+    ids    [U] int64 on the device: column j of the logits is token ids[j]
+    needs  by slot, what its rows need
+    """
+
+    ids: Tensor
+    needs: Sequence[Needs]
 
     def start_many(self, slots: Sequence[int], params: Sequence[SamplingParams], choices: Sequence[int]) -> None:
         """See `Controls.start_many`."""
@@ -284,3 +289,19 @@ class Sampler(Protocol):
             slots: [B] int64, distinct
             slot_list: the same slots on the host; a caller that has them saves the device a synchronisation
         """
+
+
+@runtime_checkable
+class GraphSampler(Sampler, Protocol):
+    """A sampler whose launch a CUDA graph can capture: nothing is waited for, and everything stays at its place."""
+
+    def launch(
+        self, logits: Tensor, slots: Tensor, *, out_ids: Tensor | None = None, out_finite: Tensor | None = None
+    ) -> Sampled:
+        """Start to sample one token for each row; slot -1 is padding. No log-probabilities are reported.
+
+        out_ids, out_finite: [B] int64 and [B] bool, written instead of new tensors
+        """
+
+    def report_logprobs(self, sampled: Sampled, logits: Tensor, slots: Tensor, needs: Sequence[Needs]) -> Sampled:
+        """Add the log-probabilities that rows asked for, after `launch` has sampled them; slots and needs are theirs."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sampling.base import Controls, Sampled
+from sampling.base import Controls, Needs, Sampled
 from sampling.params import SamplingParams
 from sampling.reference import report_logprobs
 
@@ -84,6 +84,7 @@ class RapidSampler:
         max_bias: int = 1024,
     ):
         self.controls = Controls(num_slots, ids, device)
+        self.needs = self.controls.needs
         self.ids = ids.to(device)
         self.device = self.controls.temperature.device  # with its index
         self._sample = library.rwkv_sample
@@ -137,11 +138,15 @@ class RapidSampler:
         sampled = self.launch(logits, slots)
         if slot_list is None:
             return sampled
-        needs = [self.controls.needs[slot] for slot in slot_list]
+        needs = [self.needs[slot] for slot in slot_list]
         for slot in slot_list:
             self.controls.host_step[slot] += 1
         if all(need.logprobs is None for need in needs):
             return sampled
+        return self.report_logprobs(sampled, logits, slots, needs)
+
+    def report_logprobs(self, sampled: Sampled, logits: Tensor, slots: Tensor, needs: Sequence[Needs]) -> Sampled:
+        """See `GraphSampler.report_logprobs`."""
         return report_logprobs(self.controls, self.ids, sampled, logits, slots, needs)
 
     def launch(

@@ -37,12 +37,13 @@ from sampling.gumbel import MAX_GUMBEL, gumbel, noisy_argmax
 from sampling.params import SamplingParams
 from sampling.philox import MASK, philox, uniform
 
-FIRST_SIZE, LAST_SIZE = 64, 4096  # how many of the best columns a filter looks at first, and at most before it takes all
+FIRST_SIZE = 64  # how many of the best columns a filter looks at first
+LAST_SIZE = 4096  # and at most, before it takes all
 PART = 256  # columns
 CACHED = 1 << 18  # columns that are worked on together where that takes several ops
 BELOW_ONE = 1 - 2.0**-24
-NUM_AHEAD = 16  # steps whose draw numbers are made at once,
-CANDIDATES = 4  # each time for so many candidates
+NUM_AHEAD = 16  # steps whose draw numbers are made at once
+CANDIDATES = 4  # for whom numbers are made at once in a step
 GUMBEL = RULES.index("gumbel")
 
 Cut = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -61,6 +62,7 @@ class ReferenceSampler:
         if ids.ndim != 1 or ids.dtype != torch.int64 or len(ids) == 0 or not bool((ids[1:] > ids[:-1]).all()):
             raise ValueError(f"ids: expected [U] int64, strictly increasing, got {tuple(ids.shape)} {ids.dtype}")
         self.controls = Controls(num_slots, ids, device)
+        self.needs = self.controls.needs
         self.ids = ids.to(device)
         # Numbers for draws, by step % NUM_AHEAD.
         self._ahead = torch.zeros(num_slots, NUM_AHEAD, CANDIDATES, 2, dtype=torch.float32, device=device)
@@ -76,7 +78,7 @@ class ReferenceSampler:
             raise ValueError(f"logits: expected [{num_rows}, {num_columns}], got {list(logits.shape)}")
         slot_list = slots.tolist() if slot_list is None else slot_list
         needs = [self.controls.needs[slot] for slot in slot_list]
-        biased = z = bias_and_mask(self.controls, logits, slots, needs)
+        biased = z = bias_and_mask(self.controls, logits, slots, needs, self.controls.step)
         penalized = [row for row, need in enumerate(needs) if need.penalized]
         if penalized:
             index = self._index(penalized) if len(penalized) < num_rows else None  # None: all rows
@@ -214,19 +216,22 @@ class ReferenceSampler:
         return torch.tensor(rows).to(self.ids.device, non_blocking=True)
 
 
-def bias_and_mask(controls: Controls, logits: Tensor, slots: Tensor, needs: list[Needs]) -> Tensor:
-    """Return the logits [B, U] with bias and masked end token; the same tensor when no row has either."""
+def bias_and_mask(controls: Controls, logits: Tensor, slots: Tensor, needs: Sequence[Needs], step: Tensor) -> Tensor:
+    """Return the logits [B, U] with bias and masked end token; the same tensor when no row has either.
+
+    step  [S] int64, by slot: of the token that these logits are for
+    """
     if any(need.biased for need in needs):
         columns, values = at(controls.bias_columns, slots), at(controls.bias_values, slots)  # [B, K]
         logits = logits.to(torch.float32, copy=True).scatter_add_(1, columns, values)
     if any(need.end_masked for need in needs):
-        masked = at(controls.step, slots) < at(controls.first_end, slots)  # [B]
+        masked = at(step, slots) < at(controls.first_end, slots)  # [B]
         end = torch.where(masked, -torch.inf, logits[:, 0])  # the end token is id 0 and ids ascend: column 0
         logits = torch.cat((end[:, None], logits[:, 1:]), 1)
     return logits
 
 
-def with_logprobs(ids: Tensor, sampled: Sampled, logits: Tensor, columns: Tensor, needs: list[Needs]) -> Sampled:
+def with_logprobs(ids: Tensor, sampled: Sampled, logits: Tensor, columns: Tensor, needs: Sequence[Needs]) -> Sampled:
     """Add the log-probabilities that rows asked for; `logits` [B, U] hold bias and masked end token already."""
     rows = [row for row, need in enumerate(needs) if need.logprobs is not None]
     num_top = min(max(needs[row].logprobs for row in rows), len(ids))
@@ -243,13 +248,10 @@ def with_logprobs(ids: Tensor, sampled: Sampled, logits: Tensor, columns: Tensor
 
 
 def report_logprobs(
-    controls: Controls, ids: Tensor, sampled: Sampled, logits: Tensor, slots: Tensor, needs: list[Needs]
+    controls: Controls, ids: Tensor, sampled: Sampled, logits: Tensor, slots: Tensor, needs: Sequence[Needs]
 ) -> Sampled:
     """Add the log-probabilities that rows asked for, after another sampler has sampled and counted its step."""
-    before = controls.step.clone()
-    controls.step.index_add_(0, slots, torch.full_like(slots, -1))
-    biased = bias_and_mask(controls, logits, slots, needs)
-    controls.step.copy_(before)
+    biased = bias_and_mask(controls, logits, slots, needs, controls.step - 1)
     return with_logprobs(ids, sampled, biased, torch.searchsorted(ids, sampled.ids), needs)
 
 

@@ -13,7 +13,14 @@ from sampling.base import NEVER, Controls, Sampled
 from sampling.factory import choose
 from sampling.params import SamplingParams
 from sampling.philox import philox, uniform
-from sampling.reference import ReferenceSampler, best_columns, draw_plain, joint_cut, sequential_cut
+from sampling.reference import (
+    ReferenceSampler,
+    best_columns,
+    draw_plain,
+    joint_cut,
+    report_logprobs,
+    sequential_cut,
+)
 
 BORDER = 1e-5  # columns whose q is this close to the boundary, relatively, may fall on either side; float32 softmax, CPU
 MASS = 5e-6  # as may columns at which the mass is this close to top_p
@@ -706,3 +713,19 @@ def test_a_missing_flashinfer_is_one_line(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "requirements-cuda.txt" in flashinfer.missing()
     assert "\n" not in flashinfer.missing()
+
+
+def test_log_probabilities_reported_after_the_step_was_counted_are_those_of_the_step():
+    """What follows a captured step: its end token was masked for the first token, and is not for the second."""
+    ids, params = torch.arange(8), SamplingParams(temperature=0, min_tokens=1, logprobs=3, logit_bias=((2, 1.5),))
+    sampler, slots = ReferenceSampler(2, ids), torch.tensor([1])
+    sampler.start_many([1], [params], [0])
+    logits = torch.tensor([[9.0, 1, 2, 3, 0, 0, 0, 4]])
+    for end_is_likely in (False, True):
+        expected = sampler.sample(logits, slots, [1])
+        step = sampler.controls.step.clone()
+        bare = Sampled(expected.ids, expected.finite)
+        got = report_logprobs(sampler.controls, ids, bare, logits, slots, [sampler.needs[1]])
+        assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+        assert (got.top_ids[0, 0] == 0) == end_is_likely
+        assert torch.equal(sampler.controls.step, step)

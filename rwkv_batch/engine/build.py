@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -30,8 +31,8 @@ from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.state_fill import StateFill
 from rwkv_batch.model import reference_ops
 from rwkv_batch.model import weights as weights_module
+from rwkv_batch.model.architectures import model_class
 from rwkv_batch.model.packed_rows import CapturedRows
-from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weights import DTYPES, ModelShape
 from rwkv_batch.request import Failure, Progress
@@ -41,8 +42,8 @@ from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.session_db import SessionDatabase
 from rwkv_batch.state_file import StateFile
 from rwkv_batch.tokenizer import Tokenizer, for_vocab
+from sampling.base import GraphSampler
 from sampling.factory import choose
-from sampling.kernel import RapidSampler
 from state_pool import StatePool
 
 log = logging.getLogger("rwkv_batch.engine")
@@ -205,7 +206,7 @@ def build_engine(
         mode = config.compile or (COMPILE_MODE if config.ops == "compile" else None)
         ops = compiled_ops(mode) if mode else reference_ops
         sampler = choose(config.sampler, num_slots, weights.output_ids, device)
-        return Engine(Model(weights, ops, "compile" if mode else "reference"), sampler, state)
+        return Engine(model_of(weights, ops, "compile" if mode else "reference"), sampler, state)
     launcher = Launcher(library, device)
     limits = {"max_tokens": max(max_tokens, num_slots), "max_rows": num_slots + SCORED_TOKENS}
     failing = self_check.failing(launcher, wkv_dtype, Path(library._name).with_suffix(".json"))
@@ -222,12 +223,12 @@ def build_engine(
         last_ids=state.last_ids,
         max_bias=config.max_logit_bias,
     )
-    if failing or not isinstance(sampler, RapidSampler):  # what runs in plain torch cannot be captured
+    if failing or not isinstance(sampler, GraphSampler):  # what runs in plain torch cannot be captured
         ops = self_check.PartlyReferenceOps(weights, launcher, frozenset(failing), **limits)
-        return Engine(Model(weights, ops, " but ".join(["kernels", *failing])), sampler, state)
+        return Engine(model_of(weights, ops, " but ".join(["kernels", *failing])), sampler, state)
     ops = KernelOps(weights, launcher, **limits)
     sizes = graph_sizes or ([num_slots] if config.batch_invariant else buckets_for(num_slots, num_spare))
-    model = Model(weights, ops, "kernels")
+    model = model_of(weights, ops, "kernels")
     graphs = DecodeGraphs(model, sampler, state, sizes)
     prefills = None if config.batch_invariant else PrefillGraphs(model, sampler, state, max_tokens=max_tokens)
     slots = torch.tensor([*range(num_slots)] + [-1] * IN_PLACE_ROWS, device=device)
@@ -240,6 +241,11 @@ def build_engine(
     state.last_ids.zero_()
     state.clear(range(num_slots))
     return Engine(model, sampler, state, graphs, prefills)
+
+
+def model_of(weights: weights_module.Weights, ops: Any, ops_name: str) -> Any:
+    """Return the model that runs weights of their architecture on `ops`."""
+    return model_class(weights.architecture)(weights, ops, ops_name)
 
 
 def compiled_ops(mode: str) -> SimpleNamespace:

@@ -15,8 +15,7 @@ from rwkv_batch.engine.staging import Staging
 from rwkv_batch.model.packed_rows import CapturedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
-from sampling.base import Sampled
-from sampling.kernel import RapidSampler
+from sampling.base import GraphSampler, Sampled
 
 log = logging.getLogger("rwkv_batch.engine")
 
@@ -41,7 +40,7 @@ class DecodeGraphs:
     Memory and time: all graphs share one pool; a graph takes about 0.1 s to capture.
     """
 
-    def __init__(self, model: Model, sampler: RapidSampler, state: State, sizes: list[int] | None = None):
+    def __init__(self, model: Model, sampler: GraphSampler, state: State, sizes: list[int] | None = None):
         self.model = model
         self.sampler = sampler
         self.state = state

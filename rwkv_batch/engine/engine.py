@@ -21,7 +21,6 @@ from rwkv_batch.model.state import Snapshot, State
 from rwkv_batch.request import Sequence, TokenLogprob
 from rwkv_batch.scheduling.plan import Plan, Row
 from sampling.base import Sampled, Sampler
-from sampling.reference import report_logprobs
 
 READBACKS = 4  # steps whose ids may be on their way to the host; two are
 
@@ -172,10 +171,10 @@ class Engine:
 
     def _replayed(self, rows: list[Row], sampled: Sampled, logits: torch.Tensor) -> Step:
         slots = [row.sequence.slot for row in rows]
-        needs = [self.sampler.controls.needs[slot] for slot in slots]
+        needs = [self.sampler.needs[slot] for slot in slots]
         if any(need.logprobs is not None for need in needs):
             slot_tensor = torch.tensor(slots).to(self.device, non_blocking=True)
-            sampled = report_logprobs(self.sampler.controls, self.sampler.ids, sampled, logits, slot_tensor, needs)
+            sampled = self.sampler.report_logprobs(sampled, logits, slot_tensor, needs)
         return self._step([row.sequence for row in rows], sampled)
 
     def _step(self, sequences: list[Sequence], sampled: Sampled) -> Step:

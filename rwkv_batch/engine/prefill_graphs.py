@@ -18,8 +18,7 @@ from rwkv_batch.kernels.launch import fastest_replay
 from rwkv_batch.model.packed_rows import CONTINUES, NO_SLOT, CapturedRows, RowLayout
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
-from sampling.base import Sampled
-from sampling.kernel import RapidSampler
+from sampling.base import GraphSampler, Sampled
 
 log = logging.getLogger("rwkv_batch.engine")
 
@@ -34,7 +33,7 @@ class PrefillGraphs:
     sizes  numbers of tokens, ascending; `capture` adds those of LONG that pay
     """
 
-    def __init__(self, model: Model, sampler: RapidSampler, state: State, *, max_tokens: int):
+    def __init__(self, model: Model, sampler: GraphSampler, state: State, *, max_tokens: int):
         self.model = model
         self.sampler = sampler
         self.state = state

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from rwkv_batch.config import model_files
 from rwkv_batch.errors import CheckpointError
+from rwkv_batch.model.architectures import architecture_of
 from rwkv_batch.model.packed_file import unpack
 
 HEAD_SIZE = 64
@@ -140,6 +141,7 @@ class Weights:
     embedding    [V, C] with ln0 already applied
     head         [U, C]: the rows of the output ids only
     output_ids   [U] int64, ascending: column j of the logits is token output_ids[j]
+    architecture  as `architectures.py` calls it
     fingerprint  32 hex digits that tell models apart: of shapes, dtypes and sampled content, the same for both file formats
     """
 
@@ -152,6 +154,7 @@ class Weights:
     ln_out_bias: torch.Tensor
     head: torch.Tensor
     output_ids: torch.Tensor
+    architecture: str = "RWKV-7"
 
     @property
     def device(self) -> torch.device:
@@ -204,6 +207,7 @@ def from_tensors(
 ) -> Weights:
     """Check published tensors and bring them into compute layout, one at a time; empties `tensors` on the way."""
     shape = check_tensors(tensors, name)
+    architecture = architecture_of(tensors, name)
     fingerprint = fingerprint_of(tensors)
     device = torch.device(device)
     bar = tqdm(total=len(tensors), desc=f"loading {Path(name).name}", unit="tensor", leave=False, disable=_hide(progress))
@@ -240,6 +244,7 @@ def from_tensors(
             ln_out_bias=vector("ln_out.bias"),
             head=head,
             output_ids=output_ids,
+            architecture=architecture,
         )
 
 
@@ -326,6 +331,7 @@ def _check_archive(file: Path) -> None:
 
 def check_tensors(tensors: dict[str, torch.Tensor], name: str) -> ModelShape:
     """Return the shape the tensors have, once every name, shape and dtype agrees with it; CheckpointError otherwise."""
+    architecture_of(tensors, name)
     shape = _shape_of(tensors, name)
     expected = shape.tensors(v_first_residual="blocks.0.att.v0" in tensors)
     missing = sorted(expected.keys() - tensors.keys())
@@ -415,7 +421,7 @@ def iter_summary(weights: Weights) -> Iterator[str]:
     """Yield the lines that tell a person what was loaded."""
     s = weights.shape
     outputs = f"{weights.head.shape[0]:,} of {s.vocab_size:,} ids have logits"
-    yield f"RWKV-7, {s.num_layers} layers of width {s.width}, {outputs}"
+    yield f"{weights.architecture}, {s.num_layers} layers of width {s.width}, {outputs}"
     yield f"{weights.num_bytes / 2**20:,.0f} MiB in {weights.dtype} on {weights.device}, fingerprint {weights.fingerprint}"
 
 
