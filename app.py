@@ -44,7 +44,7 @@ from rwkv_batch.config import Config, find_model, load
 from rwkv_batch.errors import CheckpointError, RwkvBatchError, Unavailable, UsageError
 
 if TYPE_CHECKING:
-    from rwkv_batch.channel import EngineInfo, EngineServer
+    from rwkv_batch.ipc.channel import EngineInfo, EngineServer
 
 log = logging.getLogger("rwkv_batch.app")
 
@@ -251,7 +251,7 @@ class Supervisor:
         if report["event"] == "ready":
             child.ready = True
             if child.role == "engine":
-                from rwkv_batch.channel import EngineInfo
+                from rwkv_batch.ipc.channel import EngineInfo
 
                 self.info = msgspec.convert(report["info"], EngineInfo)
                 if self.announced:
@@ -552,7 +552,7 @@ def address_in(folder: Path) -> str:
 
 def engine_main(control: Control, config: Config, folder: Path) -> int:
     """The engine process: load, then step until told to stop."""
-    from rwkv_batch.channel import EngineServer
+    from rwkv_batch.ipc.channel import EngineServer
 
     faulthandler.enable()
     server = EngineServer(address_in(folder), heartbeat=config.heartbeat, peer_seconds=config.peer_seconds)
@@ -618,8 +618,8 @@ def http_main(control: Control, config: Config, folder: Path) -> int:
     from robyn import Robyn
 
     from routes import register
-    from routes.reply import Site
-    from rwkv_batch.channel import EngineClient
+    from routes.http.site import Site
+    from rwkv_batch.ipc.channel import EngineClient
 
     client = EngineClient(address_in(folder), heartbeat=config.heartbeat, peer_seconds=config.peer_seconds)
     site = Site(config, client, metrics.HttpMetrics(), folder)

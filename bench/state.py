@@ -43,11 +43,11 @@ from rwkv_batch.model.state import Snapshot, State
 from rwkv_batch.model.weights import DTYPES, ModelShape
 from rwkv_batch.request import Request, Sequence
 from rwkv_batch.scheduling.plan import Plan, Row
-from rwkv_batch.session_db import SessionDatabase
-from rwkv_batch.sessions import Answer, Delete, Fork, Session, Status
-from rwkv_batch.state_file import StateFile
+from rwkv_batch.session_messages import Answer, Delete, Fork, Session, Status
+from rwkv_batch.sessions.database import SessionDatabase
+from rwkv_batch.sessions.pool import Lease, StatePool
+from rwkv_batch.sessions.state_file import StateFile
 from sampling.params import SamplingParams
-from state_pool import Lease, StatePool
 
 ROWS = 320
 ANSWER = Answer("", "stop", 0, 0, 0)

@@ -23,7 +23,7 @@ from rwkv_batch.model import weights as weights_module
 from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
-from rwkv_batch.tokenizer import for_vocab
+from rwkv_batch.text.tokenizer import for_vocab
 
 PROMPTS = [
     "The Eiffel tower is in the city of",

@@ -6,7 +6,11 @@ from typing import NamedTuple
 from robyn import Robyn
 from robyn.robyn import HttpMethod
 
-from routes import admin, batch, big_batch, chat, fim, openai, openai_responses, openai_tokens, page, reply, state, translate
+from routes import admin, page
+from routes.http import site
+from routes.native import batch, big_batch, chat, fim, state, translate
+from routes.openai import chat as openai_chat
+from routes.openai import responses, tokens
 
 
 class Route(NamedTuple):
@@ -14,9 +18,9 @@ class Route(NamedTuple):
 
     method: str
     path: str
-    handler: reply.Handler
-    access: reply.Access = "password"
-    form: reply.Form = "native"
+    handler: site.Handler
+    access: site.Access = "password"
+    form: site.Form = "native"
     may_be_empty: bool = False  # a POST without a body is one with an empty object
     takes_file: bool = False  # the body is a file, the fields are in the URL
 
@@ -25,34 +29,34 @@ def openai_routes(base: str) -> list[Route]:
     """The OpenAI routes under a base URL that ends in /v1, and what tools look for beside it."""
     beside = base.removesuffix("/v1")
     at = {
-        f"{base}/completions": ("POST", openai.completions),
-        f"{base}/embeddings": ("POST", openai.embeddings),
-        f"{base}/responses": ("POST", openai_responses.create),
-        f"{base}/responses/input_tokens": ("POST", openai_responses.count),
+        f"{base}/completions": ("POST", openai_chat.completions),
+        f"{base}/embeddings": ("POST", openai_chat.embeddings),
+        f"{base}/responses": ("POST", responses.create),
+        f"{base}/responses/input_tokens": ("POST", responses.count),
     }
     for start in (base, beside):
         at |= {
-            f"{start}/tokenize": ("POST", openai_tokens.tokenize),
-            f"{start}/detokenize": ("POST", openai_tokens.detokenize),
-            f"{start}/apply_template": ("POST", openai_tokens.apply_template),
-            f"{start}/apply-template": ("POST", openai_tokens.apply_template),
-            f"{start}/tokenizer_info": ("GET", openai_tokens.tokenizer_info),
+            f"{start}/tokenize": ("POST", tokens.tokenize),
+            f"{start}/detokenize": ("POST", tokens.detokenize),
+            f"{start}/apply_template": ("POST", tokens.apply_template),
+            f"{start}/apply-template": ("POST", tokens.apply_template),
+            f"{start}/tokenizer_info": ("GET", tokens.tokenizer_info),
         }
-    public = {f"{base}/models": openai.models, f"{base}/models/*model": openai.model}
-    public |= {f"{start}/health": openai.health for start in (base, beside)}
+    public = {f"{base}/models": openai_chat.models, f"{base}/models/*model": openai_chat.model}
+    public |= {f"{start}/health": openai_chat.health for start in (base, beside)}
     return [
         *(Route(method, path, handler, form="openai") for path, (method, handler) in at.items()),
         *(Route("GET", path, handler, access="open", form="openai") for path, handler in public.items()),
-        Route("GET", f"{base}/responses/:response", openai_responses.retrieve, form="openai"),
-        Route("DELETE", f"{base}/responses/:response", openai_responses.delete, form="openai"),
+        Route("GET", f"{base}/responses/:response", responses.retrieve, form="openai"),
+        Route("DELETE", f"{base}/responses/:response", responses.delete, form="openai"),
     ]
 
 
 ROUTES = [
     Route("POST", "/v1/chat/completions", chat.completions, form="chat"),
     Route("POST", "/chat/completions", chat.completions, form="chat"),  # as RWKV-Infer and RWKV-Runner have it
-    Route("POST", "/completions", openai.completions, form="openai"),
-    Route("POST", "/openai/v1/chat/completions", openai.chat_completions, form="openai"),
+    Route("POST", "/completions", openai_chat.completions, form="openai"),
+    Route("POST", "/openai/v1/chat/completions", openai_chat.chat_completions, form="openai"),
     *openai_routes("/v1"),
     *openai_routes("/openai/v1"),
     Route("POST", "/v2/chat/completions", chat.completions_v2),
@@ -87,19 +91,19 @@ ROUTES = [
 METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "TRACE"]
 
 
-def register(app: Robyn, site: reply.Site) -> None:
+def register(app: Robyn, site: site.Site) -> None:
     """Give Robyn the table, HEAD beside every GET, OPTIONS everywhere, and an answer of ours for all the rest."""
     methods_by_path: dict[str, list[str]] = defaultdict(list)
     for route in ROUTES:
         for method in [route.method, "HEAD"] if route.method == "GET" else [route.method]:
             methods_by_path[route.path].append(method)
             reads = "nothing" if method != "POST" else "file" if route.takes_file else "json"
-            handler = reply.endpoint(
+            handler = site.endpoint(
                 site, route.handler, access=route.access, form=route.form, reads=reads, may_be_empty=route.may_be_empty
             )
             add(app, method, route.path, handler)
-    others = reply.endpoint(site, reply.unknown(dict(methods_by_path)), access="open")
-    preflight = reply.endpoint(site, reply.preflight, access="open")
+    others = site.endpoint(site, site.unknown(dict(methods_by_path)), access="open")
+    preflight = site.endpoint(site, site.preflight, access="open")
     for path in ("/", "/*rest"):
         add(app, "OPTIONS", path, preflight)
         for method in METHODS:

@@ -3,11 +3,11 @@
 import time
 
 from routes import page
-from routes.reply import Call, Plain, json_reply
+from routes.http.site import Call, Plain, json_reply
 from routes.schemas import Body, SamplingBody, validate
 from rwkv_batch import __version__, metrics
-from rwkv_batch.channel import Live
 from rwkv_batch.errors import RwkvBatchError
+from rwkv_batch.ipc.channel import Live
 
 LIMITS = ("max_prompts", "max_tokens_limit", "max_body_mib", "max_streams", "queue", "http_workers")
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "alpha_presence", "alpha_frequency", "alpha_decay")

@@ -5,7 +5,7 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
-from routes.reply import Call, Handler, Plain
+from routes.http.site import Call, Handler, Plain
 from rwkv_batch.shipped import folder
 
 TYPES = {

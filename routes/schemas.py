@@ -13,12 +13,12 @@ import msgspec
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from rwkv_batch import prompts
 from rwkv_batch.config import Config
 from rwkv_batch.errors import BatchTooLarge, InvalidRequest
-from rwkv_batch.prompts import Turn
 from rwkv_batch.request import Loop, Request
-from rwkv_batch.sessions import Session
+from rwkv_batch.session_messages import Session
+from rwkv_batch.text import prompts
+from rwkv_batch.text.prompts import Turn
 from sampling.params import SamplingParams
 
 DEFAULT_STOPS: list[int | str] = ["\nUser:"]  # token 0 always ends a row, listed or not

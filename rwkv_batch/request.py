@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from rwkv_batch.sessions import Kept, Session
+from rwkv_batch.session_messages import Kept, Session
 from sampling.params import SamplingParams
 
 Loop = Literal["sync", "continuous"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from models import TINY, random_tensors
 
-from rwkv_batch import tokenizer
+from rwkv_batch.text import tokenizer
 
 MEMORY = 8.0  # how much louder the past is than in a random model
 BANNED = -1000.0  # added to the logit of every other token

@@ -23,7 +23,7 @@ SHAPES = {
 @functools.cache
 def tokenizer_for(vocab: int):
     """Return the tokenizer; the World vocabulary takes half a second to load."""
-    from rwkv_batch import tokenizer  # what a machine for GPU tests may lack
+    from rwkv_batch.text import tokenizer  # what a machine for GPU tests may lack
 
     return tokenizer.for_vocab(vocab)
 

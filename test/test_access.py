@@ -3,7 +3,7 @@
 import pytest
 import quiet_robyn  # noqa: F401
 
-from routes.access import OWNER, Pages, Secrets, hostname, in_headers, is_loopback
+from routes.http.access import OWNER, Pages, Secrets, hostname, in_headers, is_loopback
 from rwkv_batch.config import Config
 from rwkv_batch.errors import Forbidden, Unauthorized
 

@@ -10,10 +10,11 @@ import time
 import pytest
 import zmq
 
-from rwkv_batch import channel, sessions
-from rwkv_batch.channel import EngineClient, EngineServer, Ticket, error_of, failure
+from rwkv_batch import session_messages
 from rwkv_batch.engine.stub_worker import FakeWorker
 from rwkv_batch.errors import EngineFailed, Overloaded, Unavailable
+from rwkv_batch.ipc import channel
+from rwkv_batch.ipc.channel import EngineClient, EngineServer, Ticket, error_of, failure
 from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
 from sampling.params import SamplingParams
 
@@ -229,7 +230,7 @@ def test_callbacks_that_raise_do_not_end_the_client(address, engine):
         assert ask(client) == []
         answers = queue.SimpleQueue()
         for answer in (fails, answers.put):
-            client.manage(sessions.Status(), answer)
+            client.manage(session_messages.Status(), answer)
         assert isinstance(answers.get(timeout=30), Failure)
 
 
@@ -423,7 +424,7 @@ def test_an_engine_that_does_not_read_refuses_what_cannot_be_queued(address, ope
     client.start()
     answers = queue.SimpleQueue()
     for _ in range(4):
-        client.manage(sessions.Status(), answers.put)
+        client.manage(session_messages.Status(), answers.put)
     assert error_of(answers.get(timeout=30)).code == "engine_busy"
     (ended,) = drain(client.submit(request("b")))
     assert error_of(ended).code == "engine_busy"

@@ -6,7 +6,7 @@ import quiet_robyn  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routes.chat import Chunks, Document
+from routes.native.chat import Chunks, Document
 from rwkv_batch.errors import Unavailable
 from rwkv_batch.request import Delta, Failure, Finish, Progress
 

@@ -17,11 +17,11 @@ from rwkv_batch.model.weights import ModelShape
 from rwkv_batch.request import Request
 from rwkv_batch.scheduling.prefix_cache import PrefixCache
 from rwkv_batch.scheduling.scheduler import Scheduler
-from rwkv_batch.session_db import SessionDatabase
-from rwkv_batch.sessions import Session, Status
-from rwkv_batch.state_file import StateFile
-from rwkv_batch.tokenizer import ByteTokenizer
-from state_pool import StatePool
+from rwkv_batch.session_messages import Session, Status
+from rwkv_batch.sessions.database import SessionDatabase
+from rwkv_batch.sessions.pool import StatePool
+from rwkv_batch.sessions.state_file import StateFile
+from rwkv_batch.text.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.gpu
 

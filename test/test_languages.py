@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from rwkv_batch import languages
-from rwkv_batch.languages import LANGUAGES, detect, find, has_letters, script_of
+from rwkv_batch.text import languages
+from rwkv_batch.text.languages import LANGUAGES, detect, find, has_letters, script_of
 
 CODES = [
     "af", "am", "ar", "az", "be", "bg", "bn", "bs", "ca", "ceb", "co", "cs", "cy", "da", "de", "el", "en", "eo", "es", "et",

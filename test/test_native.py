@@ -9,17 +9,17 @@ import pytest
 import quiet_robyn  # noqa: F401
 import torch
 
-from routes.batch import BatchContentsBody, BatchPromptsBody, CountBody, tokens_count
-from routes.big_batch import BigBatchBody
-from routes.chat import V2Body, V3Body
-from routes.fim import FimBody
-from routes.reply import from_this_host
+from routes.http.site import from_this_host
+from routes.native.batch import BatchContentsBody, BatchPromptsBody, CountBody, tokens_count
+from routes.native.big_batch import BigBatchBody
+from routes.native.chat import V2Body, V3Body
+from routes.native.fim import FimBody
+from routes.native.translate import Group, Paragraph, Work
 from routes.schemas import ContentsBody, Message, prompt_ids, validate
-from routes.translate import Group, Paragraph, Work
 from rwkv_batch.config import Config
 from rwkv_batch.errors import EngineFailed, InvalidRequest
 from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
-from rwkv_batch.translation import Placeholders
+from rwkv_batch.text.translation import Placeholders
 from sampling.params import SamplingParams
 from sampling.reference import ReferenceSampler
 

@@ -18,18 +18,18 @@ import quiet_robyn  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
 
-from routes.access import Secrets
-from routes.openai_answers import ChatAnswer, CompletionAnswer
-from routes.openai_responses import ResponseAnswer, ResponseBody
-from routes.openai_schemas import ChatBody, CompletionBody, read
-from routes.openai_tokens import detokenize, tokenize
-from routes.reply import Site, error_document
-from routes.thoughts import Thought
-from rwkv_batch import prompts, tokenizer
-from rwkv_batch.channel import EngineInfo
+from routes.http.access import Secrets
+from routes.http.site import Site, error_document
+from routes.openai.answers import ChatAnswer, CompletionAnswer
+from routes.openai.reasoning import Thought
+from routes.openai.responses import ResponseAnswer, ResponseBody
+from routes.openai.schemas import ChatBody, CompletionBody, read
+from routes.openai.tokens import detokenize, tokenize
 from rwkv_batch.config import Config, read_api_keys
 from rwkv_batch.errors import BatchTooLarge, InvalidRequest, Unauthorized, Unavailable, UsageError
+from rwkv_batch.ipc.channel import EngineInfo
 from rwkv_batch.request import Delta, Failure, Finish, Progress, PromptScore, Request, Sequence, TokenLogprob
+from rwkv_batch.text import prompts, tokenizer
 
 BYTES = tokenizer.for_vocab(256)
 CONFIG = Config()
@@ -403,7 +403,7 @@ def test_without_an_engine_nothing_waits(tmp_path):
 
 
 def test_a_tokenizer_that_does_not_come_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("routes.reply.TOKENIZER_SECONDS", 0.0)
+    monkeypatch.setattr("routes.http.site.TOKENIZER_SECONDS", 0.0)
     site = Site(CONFIG, LoadingClient("ready"), SimpleNamespace(), tmp_path)
     with pytest.raises(Unavailable, match="tokenizer is still loading"):
         asyncio.run(site.encode(["ab"], "prompt"))

@@ -14,7 +14,8 @@ import quiet_robyn  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
 
-from routes import ROUTES, admin, big_batch
+from routes import ROUTES, admin
+from routes.native import big_batch
 
 TABLE = {(route.method, route.path): route for route in ROUTES}
 

@@ -7,8 +7,8 @@ import quiet_robyn  # noqa: F401
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from routes.openai_schemas import Conversation
-from routes.openai_template import CHAT_TEMPLATE
+from routes.openai.schemas import Conversation
+from routes.openai.template import CHAT_TEMPLATE
 from rwkv_batch.errors import InvalidRequest
 
 SETTINGS = {

@@ -26,11 +26,10 @@ import pytest
 import torch
 from test_state_pool import FILE, Pool, same, snapshot, take
 
-import state_pool
-from rwkv_batch import session_db
 from rwkv_batch.errors import RwkvBatchError
-from rwkv_batch.session_db import SessionDatabase
-from rwkv_batch.sessions import Delete, Fork, Rewind, Session
+from rwkv_batch.session_messages import Delete, Fork, Rewind, Session
+from rwkv_batch.sessions import database, pool
+from rwkv_batch.sessions.database import SessionDatabase
 
 NAMES = [f"s{i}" for i in range(6)]
 RECORD = struct.Struct("<cHqq")
@@ -47,9 +46,9 @@ class Life:
     """Turns, rewinds, forks and deletes in random order. What is begun and what was acknowledged stands in a file."""
 
     def __init__(self, folder: Path, seed: int):
-        state_pool.IDLE_SECONDS = 0.005
-        session_db.WAL_SOON_BYTES, session_db.WAL_BYTES = 400_000, 2_000_000  # so that the log is copied back often
-        session_db.RESERVE_BYTES = 2**16
+        pool.IDLE_SECONDS = 0.005
+        database.WAL_SOON_BYTES, database.WAL_BYTES = 400_000, 2_000_000  # so that the log is copied back often
+        database.RESERVE_BYTES = 2**16
         torch.set_num_threads(1)
         self.folder = folder
         self.rng = random.Random(seed)

@@ -11,7 +11,7 @@ from test_worker import GREEDY, Harness
 from rwkv_batch.request import Request, Sequence
 from rwkv_batch.scheduling.prefix_cache import BLOCK, TAIL, PrefixCache
 from rwkv_batch.scheduling.scheduler import Scheduler
-from rwkv_batch.sessions import Session
+from rwkv_batch.session_messages import Session
 from sampling.params import SamplingParams
 
 

@@ -5,7 +5,7 @@ import time
 import pytest
 from models import tokenizer_for
 
-from rwkv_batch.prompts import (
+from rwkv_batch.text.prompts import (
     NO_THINK,
     NO_THINK_V3,
     THINK,

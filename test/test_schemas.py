@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import routes
-from routes.chat import V3Body
-from routes.openai_schemas import ChatBody
-from routes.openai_schemas import read as read_openai
+from routes.native.chat import V3Body
+from routes.openai.schemas import ChatBody
+from routes.openai.schemas import read as read_openai
 from routes.schemas import SLICE_BYTES, Body, ContentsBody, inspect, parse, password_in, validate
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest

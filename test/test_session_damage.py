@@ -10,9 +10,9 @@ import pytest
 from test_state_pool import FILE, Pool, same, snapshot
 
 from rwkv_batch.errors import RwkvBatchError, StorageFailed, Unprocessable
-from rwkv_batch.session_db import APPLICATION_ID, PAGE_BYTES, SCHEMA, STATE_SHIFT, TABLES, Replay, SessionDatabase, Turn
-from rwkv_batch.sessions import Delete, Status
-from rwkv_batch.state_file import Stored
+from rwkv_batch.session_messages import Delete, Status
+from rwkv_batch.sessions.database import APPLICATION_ID, PAGE_BYTES, SCHEMA, STATE_SHIFT, TABLES, Replay, SessionDatabase, Turn
+from rwkv_batch.sessions.state_file import Stored
 
 NUM_SESSIONS, NUM_VERSIONS = 12, 3
 

@@ -14,11 +14,11 @@ from test_worker import GREEDY, STOPS, Harness, alone, visible_ids
 from rwkv_batch.errors import InvalidRequest, StorageFailed
 from rwkv_batch.model.state import Snapshot, State
 from rwkv_batch.request import Request
-from rwkv_batch.session_db import SessionDatabase
-from rwkv_batch.sessions import Delete, Session, Status
-from rwkv_batch.state_file import StateFile
+from rwkv_batch.session_messages import Delete, Session, Status
+from rwkv_batch.sessions.database import SessionDatabase
+from rwkv_batch.sessions.pool import StatePool
+from rwkv_batch.sessions.state_file import StateFile
 from sampling.params import SamplingParams
-from state_pool import StatePool
 
 
 class SessionHarness(Harness):

@@ -14,7 +14,7 @@ from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.request import Request
 from rwkv_batch.scheduling.scheduler import Scheduler
-from rwkv_batch.sessions import Session
+from rwkv_batch.session_messages import Session
 from sampling.reference import ReferenceSampler
 
 CPU = torch.device("cpu")

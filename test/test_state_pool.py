@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rwkv_batch.copies import Copies
 from rwkv_batch.errors import (
     Conflict,
     EngineFailed,
@@ -35,11 +34,12 @@ from rwkv_batch.errors import (
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.model.weights import ModelShape
 from rwkv_batch.request import Request
-from rwkv_batch.session_db import SessionDatabase
-from rwkv_batch.sessions import Answer, Delete, Deleted, Export, Fork, Import, Kept, Rewind, Session, Status
-from rwkv_batch.state_file import StateFile, Stored
+from rwkv_batch.session_messages import Answer, Delete, Deleted, Export, Fork, Import, Kept, Rewind, Session, Status
+from rwkv_batch.sessions.database import SessionDatabase
+from rwkv_batch.sessions.pool import StatePool
+from rwkv_batch.sessions.state_file import StateFile, Stored
+from rwkv_batch.sessions.transfer import Copies
 from sampling.params import SamplingParams
-from state_pool import StatePool
 
 SHAPE = ModelShape(2, 64, 256, 256, 8, 8, 8, 8)
 FILE = StateFile("0123456789abcdef", SHAPE)
@@ -447,7 +447,7 @@ def test_the_oldest_responses_go_when_there_are_too_many(path):
 
 
 def test_old_responses_go_bytes_and_all(path, monkeypatch):
-    monkeypatch.setattr("state_pool.IDLE_SECONDS", 0.02)
+    monkeypatch.setattr("rwkv_batch.sessions.pool.IDLE_SECONDS", 0.02)
     with Pool(path, response_seconds=1000) as pool:
         pool.turn("s", snapshot(0))
         for i in range(3):
@@ -618,7 +618,7 @@ def test_status_in_pages(path):
 
 def test_a_long_list_has_every_session_once_while_others_change(path, monkeypatch):
     """It is made in pieces with turns in between. Names may hold any character, also one that ends a string in C."""
-    monkeypatch.setattr("state_pool.LIST_SESSIONS", 3)
+    monkeypatch.setattr("rwkv_batch.sessions.pool.LIST_SESSIONS", 3)
     with Pool(path, l1_sessions=1, l2_sessions=1) as pool:
         names = ["a\0b", "a", "\0", "b", *(f"s{i}" for i in range(8)), "a\0c"]
         for i, name in enumerate(names):
@@ -673,7 +673,7 @@ def fail_writes(patch: pytest.MonkeyPatch, pool: Pool) -> None:
 
 
 def test_relaxed_turns_are_not_acknowledged_while_the_disk_refuses_earlier_ones(path, monkeypatch):
-    monkeypatch.setattr("state_pool.RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("rwkv_batch.sessions.pool.RETRY_SECONDS", 0.02)
     with Pool(path, durability="relaxed", relaxed_seconds=0.02) as pool:
         pool.turn("s", snapshot(1))
         running = pool.lease("t")
@@ -696,7 +696,7 @@ def test_relaxed_turns_are_not_acknowledged_while_the_disk_refuses_earlier_ones(
 
 
 def test_relaxed_turns_go_on_when_what_the_disk_refused_was_deleted(path, monkeypatch):
-    monkeypatch.setattr("state_pool.RETRY_SECONDS", 60)
+    monkeypatch.setattr("rwkv_batch.sessions.pool.RETRY_SECONDS", 60)
     with Pool(path, durability="relaxed", relaxed_seconds=0.02) as pool:
         with monkeypatch.context() as patch:
             fail_writes(patch, pool)
@@ -786,7 +786,7 @@ def test_a_session_that_could_not_be_deleted_is_as_it_was(path, monkeypatch):
 
 
 def test_nothing_of_a_deleted_session_is_left_in_its_files(path, monkeypatch):
-    monkeypatch.setattr("state_pool.IDLE_SECONDS", 0.02)
+    monkeypatch.setattr("rwkv_batch.sessions.pool.IDLE_SECONDS", 0.02)
     with Pool(path) as pool:
         for seed in range(5):
             pool.turn("the name", snapshot(seed), key="the key")
@@ -829,8 +829,8 @@ def test_a_new_node_does_not_take_the_name_of_a_session_in_its_first_turn(path, 
 
 
 def test_states_that_leave_memory_count_as_waiting_for_the_disk(path, monkeypatch):
-    monkeypatch.setattr("state_pool.BACKLOG_BYTES", 3 * snapshot(0).num_bytes)
-    monkeypatch.setattr("state_pool.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("rwkv_batch.sessions.pool.BACKLOG_BYTES", 3 * snapshot(0).num_bytes)
+    monkeypatch.setattr("rwkv_batch.sessions.pool.RETRY_SECONDS", 0.05)
     with Pool(path, durability="shutdown", l1_sessions=1, l2_sessions=0) as pool, monkeypatch.context() as patch:
         patch.setattr(pool.database, "write", lambda _: (_ for _ in ()).throw(StorageFailed("the disk is full")))
         for i in range(4):

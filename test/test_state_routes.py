@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import quiet_robyn  # noqa: F401
 
-from routes import state
-from routes.openai_responses import ResponseBody
-from routes.reply import Call, Plain
+from routes.http.site import Call, Plain
+from routes.native import state
+from routes.openai.responses import ResponseBody
 from routes.schemas import validate
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, StorageFailed
 from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
-from rwkv_batch.sessions import Delete, Deleted, Entry, Export, Fork, Import, Kept, Page, Rewind, Session, Status
+from rwkv_batch.session_messages import Delete, Deleted, Entry, Export, Fork, Import, Kept, Page, Rewind, Session, Status
 
 KEPT = Kept("s:3", 1, 3, 17, True)
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import tokenizer_for
 
-from rwkv_batch.text_stream import Stops, TextStream
-from rwkv_batch.tokenizer import WORLD_ROWS
+from rwkv_batch.text.detokenizer import Stops, TextStream
+from rwkv_batch.text.tokenizer import WORLD_ROWS
 
 WORLD, BYTE = tokenizer_for(WORLD_ROWS), tokenizer_for(256)
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import ROOT, tokenizer_for
 
-from rwkv_batch import tokenizer as tokenizer_module
 from rwkv_batch.errors import CheckpointError, InvalidRequest
-from rwkv_batch.tokenizer import WORLD_FILE, WORLD_ROWS, Tokenizer, for_vocab
+from rwkv_batch.text import tokenizer as tokenizer_module
+from rwkv_batch.text.tokenizer import WORLD_FILE, WORLD_ROWS, Tokenizer, for_vocab
 
 WORLD, BYTE = tokenizer_for(WORLD_ROWS), tokenizer_for(256)
 SHA256 = "e6dee3d4e31b4d5c40ac99508ac6c701ceef4bed681bf2167ce9a908552bca89"  # the file RWKV World models were trained with
@@ -138,7 +138,8 @@ def test_a_long_text_lets_other_threads_run():
 def test_the_tables_take_little_memory():
     """Measured 33 MiB; each process has them."""
     code = (
-        "import resource; from rwkv_batch import tokenizer; size = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
+        "import resource; from rwkv_batch.text import tokenizer; "
+        "size = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
         "before = size(); tokenizer.for_vocab(65536); print((size() - before) // 1024)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rwkv_batch import translation
-from rwkv_batch.languages import has_letters
-from rwkv_batch.translation import Memory, Placeholders, split_paragraphs, token_limit
+from rwkv_batch.text import translation
+from rwkv_batch.text.languages import has_letters
+from rwkv_batch.text.translation import Memory, Placeholders, split_paragraphs, token_limit
 
 
 @pytest.mark.parametrize(

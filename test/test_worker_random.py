@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from rwkv_batch import tokenizer
 from rwkv_batch.engine.engine import Step, Token
 from rwkv_batch.engine.engine_loop import Worker
 from rwkv_batch.errors import Conflict
 from rwkv_batch.request import Failure, Request
 from rwkv_batch.scheduling.prefix_cache import PrefixCache
 from rwkv_batch.scheduling.scheduler import Scheduler
-from rwkv_batch.sessions import Kept, Session
+from rwkv_batch.session_messages import Kept, Session
+from rwkv_batch.text import tokenizer
 from sampling.params import SamplingParams
 
 LETTERS = range(97, 109)

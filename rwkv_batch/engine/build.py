@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from rwkv_batch.channel import EngineInfo
 from rwkv_batch.config import COMPILE_MODE, Config, find_model
 from rwkv_batch.engine.decode_graphs import DecodeGraphs, buckets_for
 from rwkv_batch.engine.engine import Engine
@@ -23,6 +22,7 @@ from rwkv_batch.engine.engine_loop import Worker
 from rwkv_batch.engine.memory import MIB, MemoryPlan, kept_bytes, kernel_bytes, sampling_bytes
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
 from rwkv_batch.errors import UsageError
+from rwkv_batch.ipc.channel import EngineInfo
 from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.autotune import IN_PLACE_ROWS, Autotuner
 from rwkv_batch.kernels.compiler import KernelError
@@ -39,12 +39,12 @@ from rwkv_batch.request import Failure, Progress
 from rwkv_batch.scheduling.plan import SCORED_TOKENS
 from rwkv_batch.scheduling.prefix_cache import PrefixCache
 from rwkv_batch.scheduling.scheduler import Scheduler
-from rwkv_batch.session_db import SessionDatabase
-from rwkv_batch.state_file import StateFile
-from rwkv_batch.tokenizer import Tokenizer, for_vocab
+from rwkv_batch.sessions.database import SessionDatabase
+from rwkv_batch.sessions.pool import StatePool
+from rwkv_batch.sessions.state_file import StateFile
+from rwkv_batch.text.tokenizer import Tokenizer, for_vocab
 from sampling.base import GraphSampler
 from sampling.factory import choose
-from state_pool import StatePool
 
 log = logging.getLogger("rwkv_batch.engine")
 

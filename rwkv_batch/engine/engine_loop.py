@@ -24,9 +24,9 @@ from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Delta, Failure, Finish, Progress, PromptScore, Reason, Request, Sequence, TokenLogprob
 from rwkv_batch.scheduling.plan import Plan, Row
 from rwkv_batch.scheduling.scheduler import Scheduler
-from rwkv_batch.sessions import Action, Answer, Deleted, Kept, Page
-from rwkv_batch.text_stream import Stops, TextStream
-from rwkv_batch.tokenizer import Tokenizer
+from rwkv_batch.session_messages import Action, Answer, Deleted, Kept, Page
+from rwkv_batch.text.detokenizer import Stops, TextStream
+from rwkv_batch.text.tokenizer import Tokenizer
 
 log = logging.getLogger("rwkv_batch.engine")
 

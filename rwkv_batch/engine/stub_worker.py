@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from rwkv_batch.channel import EngineInfo, Event
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, Overloaded, RwkvBatchError, Unavailable
+from rwkv_batch.ipc.channel import EngineInfo, Event
 from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
-from rwkv_batch.sessions import Action, Deleted, Page
+from rwkv_batch.session_messages import Action, Deleted, Page
 
 
 class FakeRow:

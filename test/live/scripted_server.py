@@ -7,7 +7,7 @@ from typing import Any
 from scripted_model import byte_ids, write_scripted
 from server_process import ROOT, ServerProcess, without_comments
 
-from rwkv_batch import tokenizer
+from rwkv_batch.text import tokenizer
 
 PASSWORD = "rwkv7_7.2b"  # that of the seeds
 ANSWER = "你😀世界，早上好。한é done"  # to any prompt but those that end in one of the next two

@@ -27,12 +27,12 @@ from scripted_server import ANSWER, PASSWORD, answered, events, start, streamed
 from server_process import PATIENCE, ServerProcess, wait_until
 
 from routes import ROUTES
-from rwkv_batch import tokenizer
 from rwkv_batch.model import weights
 from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
-from rwkv_batch.tokenizer import Tokenizer
+from rwkv_batch.text import tokenizer
+from rwkv_batch.text.tokenizer import Tokenizer
 
 STATE, MULTI = "/state/chat/completions", "/multi_state/chat/completions"
 STATUS, DELETE = "/state/status", "/state/delete"

@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field, field_validator
 
-from routes.reply import OFF_LOOP_CHARACTERS, Answer, Call, Plain, json_reply
+from routes.http.site import OFF_LOOP_CHARACTERS, Answer, Call, Plain, json_reply
 from routes.schemas import Body, Texts, validate
-from rwkv_batch import languages, prompts
-from rwkv_batch.channel import Event, error_of
 from rwkv_batch.errors import EngineFailed, InvalidRequest, RwkvBatchError
+from rwkv_batch.ipc.channel import Event, error_of
 from rwkv_batch.request import Failure, Request
-from rwkv_batch.translation import Placeholders, split_all, token_limit
+from rwkv_batch.text import languages, prompts
+from rwkv_batch.text.translation import Placeholders, split_all, token_limit
 from sampling.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, alpha_presence=0.0, alpha_frequency=0.0)

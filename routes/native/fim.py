@@ -4,12 +4,12 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from routes.chat import NATIVE_ID, reply_to
-from routes.reply import Answer, Call, Plain
+from routes.http.site import Answer, Call, Plain
+from routes.native.chat import NATIVE_ID, reply_to
 from routes.schemas import PromptsBody, Texts
-from rwkv_batch import prompts
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest
+from rwkv_batch.text import prompts
 
 
 class FimBody(PromptsBody):

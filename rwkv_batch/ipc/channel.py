@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from rwkv_batch import errors
 from rwkv_batch.errors import Conflict, EngineFailed, RwkvBatchError, Unavailable
 from rwkv_batch.request import Failure, Progress, Request
-from rwkv_batch.sessions import Action, Deleted, Page
+from rwkv_batch.session_messages import Action, Deleted, Page
 
 log = logging.getLogger(__name__)
 

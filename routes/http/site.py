@@ -29,10 +29,8 @@ from robyn import Response as RobynResponse
 from robyn.robyn import get_version
 
 from routes import schemas
-from routes.access import OWNER, READING, Pages, Secrets, hostname, in_headers, is_loopback, present
-from routes.connections import Cut, Hangups, Ledger, address
-from rwkv_batch import tokenizer
-from rwkv_batch.channel import Ask, EngineClient, EngineInfo, Event, Live, SessionAnswer, Ticket, error_of
+from routes.http.access import OWNER, READING, Pages, Secrets, hostname, in_headers, is_loopback, present
+from routes.http.connections import Cut, Hangups, Ledger, address
 from rwkv_batch.config import Config
 from rwkv_batch.errors import (
     BatchTooLarge,
@@ -47,10 +45,12 @@ from rwkv_batch.errors import (
     Unavailable,
     UnsupportedMedia,
 )
+from rwkv_batch.ipc.channel import Ask, EngineClient, EngineInfo, Event, Live, SessionAnswer, Ticket, error_of
 from rwkv_batch.metrics import HttpMetrics
 from rwkv_batch.request import Failure, Progress, Request
-from rwkv_batch.sessions import Action, Deleted, Page
-from rwkv_batch.translation import Memory
+from rwkv_batch.session_messages import Action, Deleted, Page
+from rwkv_batch.text import tokenizer
+from rwkv_batch.text.translation import Memory
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("rwkv_batch.access")

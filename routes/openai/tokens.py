@@ -2,10 +2,10 @@
 
 from pydantic import Field
 
-from routes.openai_answers import Vocabulary
-from routes.openai_schemas import END_TEXT, Conversation, read, split_ends
-from routes.openai_template import CHAT_TEMPLATE
-from routes.reply import Call, Plain, json_reply
+from routes.http.site import Call, Plain, json_reply
+from routes.openai.answers import Vocabulary
+from routes.openai.schemas import END_TEXT, Conversation, read, split_ends
+from routes.openai.template import CHAT_TEMPLATE
 from routes.schemas import END_ID, Body, Ids
 from rwkv_batch.errors import InvalidRequest
 

@@ -4,10 +4,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from routes.chat import NATIVE_ID, reply_to, templated
-from routes.reply import JSON, Answer, Call, Plain, json_reply
+from routes.http.site import JSON, Answer, Call, Plain, json_reply
+from routes.native.chat import NATIVE_ID, reply_to, templated
 from routes.schemas import ContentsBody, Messages
-from rwkv_batch import prompts
+from rwkv_batch.text import prompts
 from sampling.params import SamplingParams
 
 PATH = "/big_batch/completions"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from routes.openai_thinking import BUDGETS, ThinkingFields, ThoughtFields
+from routes.openai.thinking import BUDGETS, ThinkingFields, ThoughtFields
 from routes.schemas import (
     DEFAULT_STOPS,
     END_ID,
@@ -26,12 +26,12 @@ from routes.schemas import (
     session_name,
     validate,
 )
-from rwkv_batch import prompts
 from rwkv_batch.config import Config
 from rwkv_batch.errors import BatchTooLarge, InvalidRequest
-from rwkv_batch.prompts import Turn
 from rwkv_batch.request import Loop, Request
-from rwkv_batch.sessions import Session
+from rwkv_batch.session_messages import Session
+from rwkv_batch.text import prompts
+from rwkv_batch.text.prompts import Turn
 from sampling.params import SamplingParams
 
 log = logging.getLogger(__name__)

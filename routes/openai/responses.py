@@ -7,20 +7,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, field_validator
 
-from routes.openai import answer_with
-from routes.openai_answers import Answer, new_id
-from routes.openai_schemas import NO_LIMIT, ChatMessage, GenerationBody, at_most, read
-from routes.openai_thinking import ThinkingFields
-from routes.reply import Answer as Stream
-from routes.reply import Call, Plain, dumps, error_document, json_reply
+from routes.http.site import Answer as Stream
+from routes.http.site import Call, Plain, dumps, error_document, json_reply
+from routes.openai.answers import Answer, new_id
+from routes.openai.chat import answer_with
+from routes.openai.schemas import NO_LIMIT, ChatMessage, GenerationBody, at_most, read
+from routes.openai.thinking import ThinkingFields
 from routes.schemas import MAX_ID, Texts
-from rwkv_batch import prompts
-from rwkv_batch.channel import Event, error_of
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, NotFound, RwkvBatchError
-from rwkv_batch.prompts import Turn
+from rwkv_batch.ipc.channel import Event, error_of
 from rwkv_batch.request import Delta, Failure, Request
-from rwkv_batch.sessions import Delete, Session
+from rwkv_batch.session_messages import Delete, Session
+from rwkv_batch.text import prompts
+from rwkv_batch.text.prompts import Turn
 
 TAIL = "Assistant:"  # without a thought
 PREFIX = "resp"

@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from routes.chat import Document, reply_to, usage_of
-from routes.reply import Answer, Call, Plain, json_reply
+from routes.http.site import Answer, Call, Plain, json_reply
+from routes.native.chat import Document, reply_to, usage_of
 from routes.schemas import Body, ContentsBody, Messages, PromptsBody, Texts, validate
-from rwkv_batch import prompts
 from rwkv_batch.errors import InvalidRequest
+from rwkv_batch.text import prompts
 from sampling.params import SamplingParams
 
 

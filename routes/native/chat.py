@@ -6,14 +6,14 @@ from typing import Any, ClassVar
 import msgspec
 from pydantic import Field
 
-from routes import openai
-from routes.reply import DONE, Answer, Call, Plain, dumps, error_document, sse
+from routes.http.site import DONE, Answer, Call, Plain, dumps, error_document, sse
+from routes.openai import chat as openai_chat
 from routes.schemas import ContentsBody, Messages, PromptsBody, validate
-from rwkv_batch import prompts
-from rwkv_batch.channel import Event, error_of
 from rwkv_batch.errors import EngineFailed, InvalidRequest, RwkvBatchError
-from rwkv_batch.prompts import Turn
+from rwkv_batch.ipc.channel import Event, error_of
 from rwkv_batch.request import Failure, Finish, Loop
+from rwkv_batch.text import prompts
+from rwkv_batch.text.prompts import Turn
 from sampling.params import SamplingParams
 
 NATIVE_ID = "rwkv7-batch"
@@ -64,7 +64,7 @@ async def completions(call: Call) -> Plain | Answer:
     """POST /v1/chat/completions: complete each text of `contents`, or in OpenAI's form answer `messages`."""
     call.nested = call.body.get("contents") is None and call.body.get("messages") is not None
     if call.nested:
-        return await openai.chat_completions(call)
+        return await openai_chat.chat_completions(call)
     if call.body.get("contents") is None and call.body.get("text_list") is not None:
         raise InvalidRequest(
             "this path takes contents; for text_list, the form of a translation, the URL is /translate/v1/batch-translate",

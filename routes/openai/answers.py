@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from routes.admin import model_name
-from routes.openai_schemas import END_TEXT, ChatBody, CompletionBody, GenerationBody, split_ends
-from routes.reply import DONE, Call, dumps, error_document, sse
-from routes.thoughts import Thought
-from rwkv_batch.channel import Event, error_of
+from routes.http.site import DONE, Call, dumps, error_document, sse
+from routes.openai.reasoning import Thought
+from routes.openai.schemas import END_TEXT, ChatBody, CompletionBody, GenerationBody, split_ends
 from rwkv_batch.errors import EngineFailed, RwkvBatchError
+from rwkv_batch.ipc.channel import Event, error_of
 from rwkv_batch.request import Delta, Failure, Finish, PromptScore, Request, TokenLogprob
 
 WRITTEN_LATER = 1000  # tokens with log-probabilities: a document with more is written outside of the client's thread

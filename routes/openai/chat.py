@@ -3,10 +3,10 @@
 from urllib.parse import unquote
 
 from routes.admin import model_name
-from routes.openai_answers import Answer, ChatAnswer, CompletionAnswer
-from routes.openai_schemas import ChatBody, CompletionBody, read
-from routes.reply import Answer as Stream
-from routes.reply import Call, Plain, json_reply
+from routes.http.site import Answer as Stream
+from routes.http.site import Call, Plain, json_reply
+from routes.openai.answers import Answer, ChatAnswer, CompletionAnswer
+from routes.openai.schemas import ChatBody, CompletionBody, read
 from rwkv_batch.errors import InvalidRequest, NotFound
 from rwkv_batch.request import Request
 

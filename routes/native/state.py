@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 import msgspec
 from pydantic import Field, field_validator
 
-from routes.chat import NATIVE_ID, Chunks, Document
-from routes.reply import DONE, Answer, Call, Plain, json_reply, sse
+from routes.http.site import DONE, Answer, Call, Plain, json_reply, sse
+from routes.native.chat import NATIVE_ID, Chunks, Document
 from routes.schemas import MAX_ID, Body, ContentsBody, Texts, session_name, validate
-from rwkv_batch.channel import Event
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, StorageFailed
+from rwkv_batch.ipc.channel import Event
 from rwkv_batch.request import Finish
-from rwkv_batch.sessions import Delete, Entry, Export, Fork, Import, Kept, Page, Rewind, Session, Status, Tier
+from rwkv_batch.session_messages import Delete, Entry, Export, Fork, Import, Kept, Page, Rewind, Session, Status, Tier
 
 DIALOGUE_ID = "rwkv7-multi-state"
 KEY_HEADER = "idempotency-key"

@@ -1,0 +1,1 @@
+"""Calls and answers over HTTP; the only room that knows Robyn."""

@@ -1,0 +1,1 @@
+"""Messages between the HTTP processes and the engine process."""

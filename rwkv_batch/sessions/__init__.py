@@ -1,0 +1,1 @@
+"""States with names: pool, tiers, leases and the store."""
