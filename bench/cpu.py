@@ -63,13 +63,13 @@ class Ours:
         keep = self.model.ops.channel_mix
 
         def counting(mixed, layer):
-            active.append(int((torch.relu(mixed[0] @ layer.ffn_key.t()) > 0).sum()))
+            active.append(int((torch.relu(mixed[0] @ layer.ffn_key.dense().t()) > 0).sum()))
             return keep(mixed, layer)
 
         self.model.ops.channel_mix = counting
         self.decode(1)
         self.model.ops.channel_mix = keep
-        skipped = sum((w.shape.ffn_width - n) * w.shape.width * w.head.element_size() for n in active)
+        skipped = sum((w.shape.ffn_width - n) * w.shape.width * w.head.values.element_size() for n in active)
         return w.num_bytes - w.embedding.nbytes - skipped
 
 

@@ -133,7 +133,7 @@ class Bench:
                 self.model.forward(tokens, rows, self.state)
 
         (seconds,) = self._medians(run)
-        flops = 2 * count * length * (sum(p.numel() for p in self._matrices()) - self.model.weights.head.numel())
+        flops = 2 * count * length * (sum(p.numel() for p in self._matrices()) - self.model.weights.head.values.numel())
         floor = flops / FLOPS * 1e3
         return {
             "prefill": f"{count}x{length}", "captured": captured, "ms": seconds, "tok_s": count * length / seconds * 1e3,
@@ -168,7 +168,7 @@ class Bench:
     def _matrices(self) -> list[torch.Tensor]:
         weights = self.model.weights
         layers = [t for layer in weights.layers for t in layer.tensors if t.dtype == torch.float16]
-        return [weights.head, *layers]
+        return [weights.head.values, *layers]
 
     def _decode_floor(self, batch: int) -> float:
         """Milliseconds."""

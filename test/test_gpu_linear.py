@@ -279,7 +279,7 @@ class TestLora:
         from rwkv_batch.kernels.linear import Lora
 
         weights = random_weights(SHAPES[name]).layers[layer]
-        moved = {key: None if t is None else t.cuda() for key, t in vars(weights).items()}
+        moved = {key: None if t is None else t.to("cuda") for key, t in vars(weights).items()}
         layer = type(weights)(**moved)
         mixed = random(6, 21, layer.w0.shape[0])
         w_raw, a, g, *v_mix = run_up(linear, run_down(linear, mixed, Lora.of(layer)), Lora.of(layer))

@@ -21,6 +21,7 @@ from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.model.packed_rows import CapturedRows, PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
+from rwkv_batch.model.weight import Weight
 from rwkv_batch.model.weights import Layer, ModelShape, Weights
 
 GOLDEN = Path(__file__).parent / "results" / "launches.json"
@@ -46,12 +47,12 @@ def digest(notes: list) -> str:
 
 def numbered(weights: Weights) -> Weights:
     """Fill every tensor with numbers of its own, the same on every machine."""
-    own = (weights.embedding, weights.head, weights.ln_out_weight, weights.ln_out_bias)
+    own = (weights.embedding, weights.head.values, weights.ln_out_weight, weights.ln_out_bias)
     tensors = [*own, *(t for layer in weights.layers for t in layer.tensors)]
     for number, tensor in enumerate(tensors):
         values = torch.arange(tensor.numel(), dtype=torch.int64).mul_(7).add_(13 * number).remainder_(509)
         tensor.copy_(values.view(tensor.shape))
-    weights.head = weights.head[:509].clone()  # so that it must be filled up
+    weights.head = Weight(weights.head.values[:509].clone())  # so that it must be filled up
     return weights
 
 
@@ -118,13 +119,13 @@ def empty_weights(shape: ModelShape) -> Weights:
         v2=half(shape.rank_v, c),
         **dict.fromkeys(("w0", "a0", "v0", "k_k", "k_a", "one_minus_k_a"), vector),
         r_k=torch.zeros(shape.num_heads, 64),
-        rkv=half(3, c, c),
-        output=half(c, c),
-        ffn_key=half(f, c),
-        ffn_value=half(f, c),
+        rkv=Weight(half(3, c, c)),
+        output=Weight(half(c, c)),
+        ffn_key=Weight(half(f, c)),
+        ffn_value=Weight(half(f, c)),
     )
-    return Weights(shape, torch.float16, "", half(shape.vocab_size, c), [layer], vector, vector, half(shape.vocab_size, c),
-                   torch.arange(shape.vocab_size))  # fmt: skip
+    embedding, head, ids = half(shape.vocab_size, c), half(shape.vocab_size, c), torch.arange(shape.vocab_size)
+    return Weights(shape, torch.float16, "", embedding, [layer], vector, vector, Weight(head), ids)
 
 
 def published(monkeypatch, name: str, *, hopper: bool = True, num_sms: int = 132) -> Iterator[tuple[int, list]]:

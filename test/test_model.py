@@ -144,9 +144,9 @@ def test_a_unit_too_strong_for_half_precision_is_cut_not_infinite(num_tokens):
     layer = weights_module.from_tensors(dict(random_tensors(TINY)), dtype=torch.float16).layers[0]
     generator = torch.Generator().manual_seed(2)
     mixed = torch.randn(1, num_tokens, layer.ffn_key.shape[1], generator=generator) * 2000
-    hidden = (mixed[0].half() @ layer.ffn_key.T).float().relu().square()
+    hidden = (mixed[0].half() @ layer.ffn_key.dense().T).float().relu().square()
     assert (hidden > 65504).any(), "otherwise this shows nothing"
-    expected = hidden.clamp(max=65504).double() @ layer.ffn_value.double()
+    expected = hidden.clamp(max=65504).double() @ layer.ffn_value.dense().double()
     got = channel_mix(mixed, layer)
     assert torch.isfinite(got).all()
     assert (got - expected).norm() < 4e-3 * expected.norm()

@@ -8,6 +8,7 @@ from torch import Tensor
 from rwkv_batch.kernels.gemm import Gemm, GemmLora, GemmMatrix
 from rwkv_batch.kernels.linear import Lora
 from rwkv_batch.kernels.mix import WkvLayer
+from rwkv_batch.model.weight import Weight
 from rwkv_batch.model.weights import Layer, Weights
 
 PLANES = (0, 2, 3, 1, 4, 5)  # of `Layer.att_mix`, so that r, k and v stand together: r, k, v, w, a, g
@@ -16,16 +17,17 @@ OUTPUT_UNIT = 8  # logits of a row begin at multiples of 16 bytes
 
 @dataclass(frozen=True, eq=False)
 class MatrixKernels:
-    """A matrix; `gemm` is how `Gemm` reads it, None where it cannot."""
+    """A matrix in fp16; `gemm` is how `Gemm` reads it, None where it cannot."""
 
     weight: Tensor
     gemm: GemmMatrix | None
 
     @classmethod
-    def of(cls, weight: Tensor, gemm: Gemm, *, transposed: bool = False) -> "MatrixKernels":
-        """Prepare a weight [M, K] or [batch, M, K]; `transposed`: [K, M]."""
-        fits = gemm.available and not (weight.shape[-1] % 64 or weight.shape[-2] % 64)
-        return cls(weight, gemm.prepare(weight, transposed=transposed) if fits else None)
+    def of(cls, weight: Weight, gemm: Gemm, *, transposed: bool = False) -> "MatrixKernels":
+        """Prepare a weight [M, K] or [batch, M, K]; `transposed`: [K, M]. Kernels read fp16 only, so others are converted."""
+        matrix = weight.dense(torch.float16)
+        fits = gemm.available and not (matrix.shape[-1] % 64 or matrix.shape[-2] % 64)
+        return cls(matrix, gemm.prepare(matrix, transposed=transposed) if fits else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +102,7 @@ class ModelKernels:
             layers=[LayerKernels.of(layer, gemm) for layer in weights.layers],
             ln_out_weight=weights.ln_out_weight,
             ln_out_bias=weights.ln_out_bias,
-            head=MatrixKernels.of(_padded(weights.head), gemm),
+            head=MatrixKernels.of(Weight(_padded(weights.head.dense(torch.float16))), gemm),
             num_outputs=weights.head.shape[0],
         )
 

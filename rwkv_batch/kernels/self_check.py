@@ -21,6 +21,7 @@ from rwkv_batch.model import reference_ops
 from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
+from rwkv_batch.model.weight import Weight
 from rwkv_batch.model.weights import HEAD_SIZE, Layer, ModelShape, Weights
 from sampling.factory import check
 
@@ -207,8 +208,8 @@ def random_weights(device: torch.device, num_layers: int = 2) -> Weights:
             g1=matrix(WIDTH, rank_g), g2=matrix(rank_g, WIDTH, width=rank_g),
             k_k=normal(WIDTH, std=0.1, mean=0.8), k_a=k_a, one_minus_k_a=1 - k_a,
             r_k=normal(WIDTH // HEAD_SIZE, HEAD_SIZE, std=0.1),
-            rkv=matrix(3, WIDTH, WIDTH), output=matrix(WIDTH, WIDTH),
-            ffn_key=matrix(FFN, WIDTH), ffn_value=matrix(FFN, WIDTH, width=FFN),
+            rkv=Weight(matrix(3, WIDTH, WIDTH)), output=Weight(matrix(WIDTH, WIDTH)),
+            ffn_key=Weight(matrix(FFN, WIDTH)), ffn_value=Weight(matrix(FFN, WIDTH, width=FFN)),
         )  # fmt: skip
 
     return Weights(
@@ -219,6 +220,6 @@ def random_weights(device: torch.device, num_layers: int = 2) -> Weights:
         layers=[layer(first=i == 0) for i in range(num_layers)],
         ln_out_weight=normal(WIDTH, std=0.1, mean=1),
         ln_out_bias=normal(WIDTH, std=0.1),
-        head=matrix(VOCAB, WIDTH),
+        head=Weight(matrix(VOCAB, WIDTH)),
         output_ids=torch.arange(VOCAB, device=device),
     )

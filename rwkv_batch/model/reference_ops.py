@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from rwkv_batch.model.packed_rows import CHUNK, PackedRows
+from rwkv_batch.model.weight import Weight
 from rwkv_batch.model.weights import HEAD_SIZE, Layer, Weights
 
 LOG_W_SCALE = -0.6065306597126334  # -exp(-0.5): log w = LOG_W_SCALE * sigmoid(.)
@@ -55,13 +56,14 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tor
     return torch.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """[N, in] times weight [out, in] -> [N, out] fp32."""
-    if weight.dtype != torch.float32:
-        return F.linear(x.to(weight.dtype), weight).float()
-    if TRANSPOSED_ROWS[0] <= x.shape[0] <= TRANSPOSED_ROWS[1] and weight.shape[0] >= TRANSPOSED_HEIGHT and not x.is_cuda:
-        return torch.mm(weight, x.t()).t()  # for these shapes MKL reads the matrix twice or thrice the other way round
-    return F.linear(x, weight)
+    matrix = weight.dense()
+    if matrix.dtype != torch.float32:
+        return F.linear(x.to(matrix.dtype), matrix).float()
+    if TRANSPOSED_ROWS[0] <= x.shape[0] <= TRANSPOSED_ROWS[1] and matrix.shape[0] >= TRANSPOSED_HEIGHT and not x.is_cuda:
+        return torch.mm(matrix, x.t()).t()  # for these shapes MKL reads the matrix twice or thrice the other way round
+    return F.linear(x, matrix)
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -123,18 +125,18 @@ def time_mix(
 
 def channel_mix(mixed: torch.Tensor, layer: Layer) -> torch.Tensor:
     """The feed-forward half: mixed [1, N, C] -> [N, C], with squared ReLU between the two matrices."""
-    hidden = linear(mixed[0], layer.ffn_key).relu_().square_()
-    if layer.ffn_value.dtype == torch.float16:
+    hidden, value = linear(mixed[0], layer.ffn_key).relu_().square_(), layer.ffn_value.dense()
+    if value.dtype == torch.float16:
         hidden.clamp_(max=LARGEST_HALF)  # as the kernels do
-    if hidden.shape[0] == 1 and hidden.dtype == layer.ffn_value.dtype and not hidden.is_cuda:
+    if hidden.shape[0] == 1 and hidden.dtype == value.dtype and not hidden.is_cuda:
         # About nine in ten units of a trained model are off: reading only the others' rows saves most of the matrix.
         # Several bags of indices, since one thread sums each.
         hidden = hidden.view(-1)
         on = hidden.nonzero().view(-1)
         bags = torch.arange(0, on.numel(), -(-on.numel() // BAGS)) if on.numel() else on.new_zeros(1)
         strength = hidden.index_select(0, on)
-        return F.embedding_bag(on, layer.ffn_value, bags, mode="sum", per_sample_weights=strength).sum(0, keepdim=True)
-    return project(hidden, layer.ffn_value)
+        return F.embedding_bag(on, value, bags, mode="sum", per_sample_weights=strength).sum(0, keepdim=True)
+    return project(hidden, value)
 
 
 def wkv(r, log_w, k, v, kk, a, state: torch.Tensor, rows: PackedRows) -> torch.Tensor:

@@ -22,6 +22,7 @@ from rwkv_batch.config import model_files
 from rwkv_batch.errors import CheckpointError
 from rwkv_batch.model.architectures import architecture_of
 from rwkv_batch.model.packed_file import unpack
+from rwkv_batch.model.weight import Weight
 
 HEAD_SIZE = 64
 SPLIT = 512  # rows of a table that are worked on at a time: what they need beside is not worth the memory of a whole table
@@ -79,7 +80,7 @@ class ModelShape:
 
 @dataclass
 class Layer:
-    """One block's tensors in the compute dtype (norms, mixes and gates' biases stay fp32).
+    """One block's tensors in the compute dtype (norms, mixes and gates' biases stay fp32); large matrices may be quantised.
 
     Matrices are [out, in] as published, except `ffn_value`, kept [F, C] so that the row of an inactive unit can be skipped;
     low-rank pairs are [C, rank] and [rank, C].
@@ -105,33 +106,34 @@ class Layer:
     k_a: torch.Tensor
     one_minus_k_a: torch.Tensor  # what a key keeps however fast its head learns
     r_k: torch.Tensor  # [H, 64]
-    rkv: torch.Tensor  # [3, C, C]: receptance, key, value
-    output: torch.Tensor
+    rkv: Weight  # [3, C, C]: receptance, key, value
+    output: Weight
     ln_x_weight: torch.Tensor
     ln_x_bias: torch.Tensor
     ffn_mix: torch.Tensor  # [1, 1, C]
-    ffn_key: torch.Tensor  # [F, C]
-    ffn_value: torch.Tensor  # [F, C]
+    ffn_key: Weight  # [F, C]
+    ffn_value: Weight  # [F, C]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
-        return [t for t in (getattr(self, f.name) for f in fields(self)) if t is not None]
+        """Everything that is kept, scales of quantised matrices included."""
+        values = (getattr(self, f.name) for f in fields(self))
+        return [t for v in values if v is not None for t in (v.tensors() if isinstance(v, Weight) else (v,))]
 
     @cached_property
-    def receptance(self) -> torch.Tensor:
+    def receptance(self) -> Weight:
         """[C, C]."""
-        return self.rkv[0]
+        return self.rkv.part(0)
 
     @cached_property
-    def key(self) -> torch.Tensor:
+    def key(self) -> Weight:
         """[C, C]."""
-        return self.rkv[1]
+        return self.rkv.part(1)
 
     @cached_property
-    def value(self) -> torch.Tensor:
+    def value(self) -> Weight:
         """[C, C]."""
-        return self.rkv[2]
+        return self.rkv.part(2)
 
 
 @dataclass
@@ -152,7 +154,7 @@ class Weights:
     layers: list[Layer]
     ln_out_weight: torch.Tensor
     ln_out_bias: torch.Tensor
-    head: torch.Tensor
+    head: Weight
     output_ids: torch.Tensor
     architecture: str = "RWKV-7"
 
@@ -232,7 +234,7 @@ def from_tensors(
         for chunk in embedding.split(SPLIT):  # in place, so that no second table is needed
             chunk.copy_(torch.nn.functional.layer_norm(chunk.float(), (shape.width,), *ln0, 1e-5))
         output_ids = _output_ids(tensors["head.weight"], valid_ids, name, device)
-        head = _keep_rows(take("head.weight"), output_ids)
+        head = Weight(_keep_rows(take("head.weight"), output_ids))
         layers = [_take_layer(i, take, vector, tensors, dtype) for i in range(shape.num_layers)]
         return Weights(
             shape=shape,
@@ -269,14 +271,14 @@ def _take_layer(i: int, take, vector, tensors: dict[str, torch.Tensor], dtype: t
         **residual,
         **vectors,
         one_minus_k_a=1 - vectors["k_a"],
-        rkv=rkv,
-        output=output,
+        rkv=Weight(rkv),
+        output=Weight(output),
         r_k=take(att + "r_k", torch.float32),
         ln_x_weight=vector(att + "ln_x.weight"),
         ln_x_bias=vector(att + "ln_x.bias"),
         ffn_mix=vector(ffn + "x_k")[None, None],
-        ffn_key=take(ffn + "key.weight"),
-        ffn_value=take(ffn + "value.weight").t().contiguous(),
+        ffn_key=Weight(take(ffn + "key.weight")),
+        ffn_value=Weight(take(ffn + "value.weight").t().contiguous()),
     )
 
 
