@@ -128,11 +128,13 @@ class Sequence:
     cached       leading ids of `prompt` that `initial` has seen already
     num_waits    times it waited for a row of another request to feed what their prompts share
     cuts         places in `prompt`, ascending, where a plan must stop, because the state there is wanted
+    mask         which tokens may be sampled next (an `engine.token_mask.TokenMask`), None for all
     settling     whether the row has ended and only its state is brought to the end of the visible text
     """
 
     __slots__ = (
-        "cached", "cuts", "index", "initial", "num_fed", "num_sampled", "num_waits", "prompt", "request", "settling", "slot",
+        "cached", "cuts", "index", "initial", "mask", "num_fed", "num_sampled", "num_waits", "prompt", "request", "settling",
+        "slot",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int):
@@ -146,6 +148,7 @@ class Sequence:
         self.cached = 0
         self.num_waits = 0
         self.cuts: list[int] = []
+        self.mask = None
         self.settling = False
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ from rwkv_batch.engine import logprobs
 from rwkv_batch.engine.decode_graphs import DecodeGraphs
 from rwkv_batch.engine.logprobs import Scoring, is_scored
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
+from rwkv_batch.engine.token_mask import mask_logits
 from rwkv_batch.errors import Unavailable
 from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
@@ -85,9 +86,9 @@ class Engine:
         if starting:
             self._start(starting)
         decoding = not any(row.ids for row in rows)
-        if decoding and self.graphs is not None:
+        if decoding and self.graphs is not None and not plan.masked:
             return self._replay(rows)
-        if self._is_captured(rows):
+        if not plan.masked and self._is_captured(rows):
             return self._replay_prefill(rows)
         self.num_eager_decodes += decoding
         packed = self._pack(rows)
@@ -104,6 +105,8 @@ class Engine:
             logits = logits[: len(sampling)]
         if not sampling:
             return self._unsampled(scoring)
+        if plan.masked:
+            mask_logits(logits, [rows[i].sequence for i in sampling])
         slots = packed.slots if all_sample else [packed.slots[i] for i in sampling]
         slot_tensor = packed.slot_tensor if all_sample else packed.slot_tensor[sampling]
         sampled = self.sampler.sample(logits, slot_tensor, slots)

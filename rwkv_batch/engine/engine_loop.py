@@ -35,6 +35,7 @@ Event = Progress | Failure
 
 CHECKPOINT_TOKENS = 16  # sampled tokens between the checkpoints of a row whose state is kept
 IDLE_SECONDS = 0.25  # how long an idle worker sleeps between two signs of life
+MASK_SECONDS = 0.001  # the same where all rows wait for their masks
 NOT_FINITE = "the model's output for this row was not finite"
 NO_STOPS = Stops()  # until min_tokens ids were sampled
 
@@ -160,6 +161,7 @@ class Worker:
         self._rows: dict[Sequence, RowText] = {}
         self._events: dict[Owner, dict[str, Event]] = defaultdict(dict)
         self._step: Step | None = None  # submitted, not read
+        self._planned = False  # whether there was something to run last time
         self._totals = {"prompt_tokens_total": 0, "generation_tokens_total": 0, "steps_total": 0, "step_seconds_total": 0.0}
 
     # From any thread.
@@ -284,9 +286,10 @@ class Worker:
 
     def turn(self) -> None:
         """Take the inbox, submit the next step, read the one before, deliver."""
-        self._take_inbox(wait=self._step is None and not self._rows)
+        self._take_inbox(self._patience())
         started = time.monotonic()
         plan = self.scheduler.next_plan()
+        self._planned = plan is not None
         submitted = self._submit(plan) if plan else None
         if self._step is not None:
             self._read(self._step)
@@ -296,8 +299,14 @@ class Worker:
             self._totals["step_seconds_total"] += self.last_step - started
         self._flush()
 
-    def _take_inbox(self, *, wait: bool) -> None:
-        for message in self._inbox.take(IDLE_SECONDS if wait else 0):
+    def _patience(self) -> float:
+        """Return how many seconds there is nothing to do but to read the inbox."""
+        if self._step is not None or self._planned:
+            return 0
+        return MASK_SECONDS if self._rows else IDLE_SECONDS
+
+    def _take_inbox(self, seconds: float) -> None:
+        for message in self._inbox.take(seconds):
             match message:
                 case _Accepted():
                     self._start(message)
@@ -490,6 +499,8 @@ class Worker:
             self._end(sequence, self._rows.pop(sequence), "error")
             return
         self._totals["generation_tokens_total"] += 1
+        if sequence.mask is not None:
+            sequence.mask.accept(id)
         text, stopped = row.stream.feed(id)
         row.count += 1
         row.num_gathered += 1

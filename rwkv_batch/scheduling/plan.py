@@ -28,9 +28,13 @@ class Row:
 
 @dataclass(slots=True)
 class Plan:
-    """The rows of one step; slots are distinct."""
+    """The rows of one step; slots are distinct.
+
+    masked  whether some of them sample under a mask
+    """
 
     rows: list[Row] = field(default_factory=list)
+    masked: bool = False
 
 
 class FreeSlots:

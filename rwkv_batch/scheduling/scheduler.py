@@ -48,6 +48,7 @@ class Scheduler:
         self._settled = True  # whether nothing has changed since no more rows could start
         self._prompts = PromptQueue(prefill_budget, self._may_begin)
         self._decoding: dict[Sequence, Row] = {}  # rows whose prompt is fed and that may still sample
+        self._masked: set[Sequence] = set()  # rows, of those that run, that sample under a mask
         self._decoded_last = True
 
     @property
@@ -100,7 +101,8 @@ class Scheduler:
         else:
             rows = self._decode()
             self._decoded_last = True
-        return Plan(rows) if rows else None
+        masked = bool(self._masked) and any(row.sample and row.sequence.mask is not None for row in rows)
+        return Plan(rows, masked) if rows else None
 
     def resume(self, sequences: list[Sequence]) -> None:
         """Feed rows that waited for the state they start from, and have it now."""
@@ -175,13 +177,20 @@ class Scheduler:
         for row in rows:
             if row.sample:
                 row.sequence.num_sampled = 1
+                if row.sequence.mask is not None:
+                    self._masked.add(row.sequence)
                 if row.sequence.request.max_tokens > 1:
                     self._decoding[row.sequence] = Row(row.sequence, ids=[], sample=True)
         return rows
 
     def _decode(self) -> list[Row]:
-        """Return one row for every decoding sequence. The rows are the same objects in every plan, to save time."""
+        """Return one row for every decoding sequence, but for those whose mask is not ready.
+
+        The rows are the same objects in every plan, to save time.
+        """
         rows = list(self._decoding.values())
+        if self._masked:
+            rows = [row for row in rows if row.sequence.mask is None or row.sequence.mask.ready()]
         for row in rows:
             sequence = row.sequence
             sequence.num_sampled += 1
@@ -195,6 +204,7 @@ class Scheduler:
         if sequence.num_fed < len(sequence.prompt) and not waits:
             self._prompts.remove(sequence)
         self._decoding.pop(sequence, None)
+        self._masked.discard(sequence)
         self._free.give(sequence.slot)
         sequence.slot = -1
         self._settled = False

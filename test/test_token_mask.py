@@ -1,0 +1,106 @@
+"""Rows that may sample only some tokens, beside rows that may sample all."""
+
+import pytest
+import torch
+from models import TINY, random_weights
+
+from rwkv_batch.engine.engine import Engine
+from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.model.state import State
+from rwkv_batch.request import Request
+from rwkv_batch.scheduling.scheduler import Scheduler
+from sampling.params import SamplingParams
+from sampling.reference import ReferenceSampler
+
+VOCAB = 256
+IDS = random_weights(TINY, VOCAB).output_ids  # by column
+DRAWN = SamplingParams(seed=3, ignore_eos=True)
+
+
+class OnlyMultiples:
+    """Allows multiples of 1, 2, 3, ... in turn; each mask takes `delay` questions to be ready."""
+
+    def __init__(self, delay: int):
+        self.delay = delay
+        self.ids: list[int] = []
+        self._left, self._taken = 0, False
+
+    def ready(self) -> bool:
+        if self._taken:
+            return False
+        self._left -= 1
+        return self._left < 0
+
+    def take(self) -> torch.Tensor:
+        assert not self._taken, "a draw before the last one was told"
+        self._taken = True
+        return IDS % (len(self.ids) + 1) == 0
+
+    def accept(self, id: int) -> None:
+        assert self._taken
+        self.ids.append(id)
+        self._left, self._taken = self.delay, False
+
+
+def run(masks: dict[str, OnlyMultiples | None], max_tokens: int, *, mixed: bool = True) -> tuple[dict[str, list[int]], list]:
+    """Run one row for each name, one step ahead of what is read; return their ids, and which rows each step sampled."""
+    weights = random_weights(TINY, VOCAB)
+    engine = Engine(Model(weights), ReferenceSampler(8, weights.output_ids), State(weights.shape, 8))
+    scheduler = Scheduler(num_slots=8, prefill_budget=64, mixed=mixed)
+    ids, steps, before = {name: [] for name in masks}, [], None
+    for name, mask in masks.items():
+        request = Request(id=name, prompts=[[5, 7, len(name)]], sampling=DRAWN, max_tokens=max_tokens)
+        (sequence,) = scheduler.add(request)
+        sequence.mask = mask
+    for _ in range(1000):
+        plan = scheduler.next_plan()
+        step = engine.submit(plan) if plan else None
+        if before is not None:
+            for token in engine.collect(before):
+                name = token.sequence.request.id
+                ids[name].append(token.id)
+                if token.sequence.mask is not None:
+                    token.sequence.mask.accept(token.id)
+                if len(ids[name]) == max_tokens:
+                    scheduler.finish(token.sequence)
+            steps.append([sequence.request.id for sequence in before.sequences])
+        before = step
+        if before is None and all(len(found) == max_tokens for found in ids.values()):
+            return ids, steps
+    raise AssertionError("rows do not come to their end")
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("delay", [0, 3])
+def test_a_masked_row_samples_what_it_may_and_holds_up_nobody(delay, mixed):
+    mask = OnlyMultiples(delay)
+    ids, steps = run({"free": None, "masked": mask, "other": None}, 12, mixed=mixed)
+    assert ids["masked"] == mask.ids
+    assert len(mask.ids) == 12
+    assert all(id % (number + 1) == 0 for number, id in enumerate(mask.ids))
+    plain = [step for step in steps if "free" in step]
+    assert plain == steps[: len(plain)], "the others were in every step until their ends"
+    assert all("other" in step for step in plain)
+    assert sum("masked" in step for step in plain) <= -(-len(plain) // 2)
+    alone, _ = run({"free": None, "other": None}, 12, mixed=mixed)
+    assert {name: ids[name] for name in alone} == alone
+
+
+def test_a_mask_that_allows_everything_changes_nothing():
+    class Everything(OnlyMultiples):
+        def take(self) -> torch.Tensor:
+            super().take()
+            return torch.ones(len(IDS), dtype=torch.bool)
+
+    assert run({"row": Everything(0)}, 20)[0] == run({"row": None}, 20)[0]
+
+
+def test_a_row_that_may_sample_nothing_ends_alone():
+    class Nothing(OnlyMultiples):
+        def take(self) -> torch.Tensor:
+            super().take()
+            return torch.zeros(len(IDS), dtype=torch.bool)
+
+    ids, _ = run({"free": None, "masked": Nothing(0)}, 3)
+    assert ids["masked"] == [None] * 3
+    assert None not in ids["free"]
