@@ -7,7 +7,7 @@ from robyn import Robyn
 from robyn.robyn import HttpMethod
 
 from routes import admin, page
-from routes.http import site
+from routes.http import site as http
 from routes.native import batch, big_batch, chat, fim, state, translate
 from routes.openai import chat as openai_chat
 from routes.openai import responses, tokens
@@ -18,9 +18,9 @@ class Route(NamedTuple):
 
     method: str
     path: str
-    handler: site.Handler
-    access: site.Access = "password"
-    form: site.Form = "native"
+    handler: http.Handler
+    access: http.Access = "password"
+    form: http.Form = "native"
     may_be_empty: bool = False  # a POST without a body is one with an empty object
     takes_file: bool = False  # the body is a file, the fields are in the URL
 
@@ -91,19 +91,19 @@ ROUTES = [
 METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "TRACE"]
 
 
-def register(app: Robyn, site: site.Site) -> None:
+def register(app: Robyn, site: http.Site) -> None:
     """Give Robyn the table, HEAD beside every GET, OPTIONS everywhere, and an answer of ours for all the rest."""
     methods_by_path: dict[str, list[str]] = defaultdict(list)
     for route in ROUTES:
         for method in [route.method, "HEAD"] if route.method == "GET" else [route.method]:
             methods_by_path[route.path].append(method)
             reads = "nothing" if method != "POST" else "file" if route.takes_file else "json"
-            handler = site.endpoint(
+            handler = http.endpoint(
                 site, route.handler, access=route.access, form=route.form, reads=reads, may_be_empty=route.may_be_empty
             )
             add(app, method, route.path, handler)
-    others = site.endpoint(site, site.unknown(dict(methods_by_path)), access="open")
-    preflight = site.endpoint(site, site.preflight, access="open")
+    others = http.endpoint(site, http.unknown(dict(methods_by_path)), access="open")
+    preflight = http.endpoint(site, http.preflight, access="open")
     for path in ("/", "/*rest"):
         add(app, "OPTIONS", path, preflight)
         for method in METHODS:
