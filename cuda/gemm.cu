@@ -287,7 +287,7 @@ __device__ __forceinline__ void store_shared(
         }
         if (n0 + TOKENS < BN && tile.n + n0 + TOKENS < p.N) {
             sync_threads(1, BM * 2);
-            if (thread < p.split) arrive_at(&barriers.seen, thread);
+            if (thread < p.split) arrive_relaxed_at(&barriers.seen, thread);
         }
     }
 }
@@ -311,7 +311,7 @@ __device__ __forceinline__ void multiply_tiles(
         publish_barriers();
         __syncwarp();
     }
-    if (clustered) cluster_arrive();
+    if (clustered) cluster_arrive_relaxed();
     if (threadIdx.x < CONSUMERS) {
         if (BN > 64) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         __syncthreads();
@@ -340,7 +340,7 @@ __device__ __forceinline__ void multiply_tiles(
     }
     if (clustered) {  // this block's memory is read until all have got their sums
         __syncwarp();
-        cluster_arrive();
+        cluster_arrive_relaxed();
         cluster_wait();
     }
 }

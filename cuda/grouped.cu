@@ -232,7 +232,7 @@ __device__ __forceinline__ void store_split(
     sync_threads(1, CONSUMERS);  // all stages are used up
     spread_sums<BN, SUM_PITCH>(sums, own);
     publish_stores();
-    cluster_release();
+    cluster_arrive_release();
     cluster_wait();  // all blocks' stages are used up
     const int mine = share(part);
     if (thread == part) {
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(THREADS, BN <= 64 ? 3 : BN == 128 && !SPLIT ? 
         load<BN>(g, work, stages, barriers);
         if (SPLIT) {
             __syncwarp();
-            cluster_release();
+            cluster_arrive_release();
             cluster_wait();
         }
     } else {
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(THREADS, BN <= 64 ? 3 : BN == 128 && !SPLIT ? 
     }
     if (SPLIT) {  // this block's memory is read until all have got their sums
         __syncwarp();
-        cluster_arrive();
+        cluster_arrive_relaxed();
         cluster_wait();
     }
 #endif

@@ -4,6 +4,7 @@
 // the copy engine's 128-byte swizzle: piece i of 16 bytes of row r lies at i ^ r % 8.
 #pragma once
 
+#include "cluster.cuh"
 #include "launch.cuh"
 
 #include <cuda.h>
@@ -13,8 +14,6 @@ namespace rwkv {
 #if __CUDA_ARCH__ >= 900
 
 constexpr uint64_t READ_ONCE = 0x12F0000000000000, READ_AGAIN = 0x1000000000000000;  // L2 policies evict_first, evict_normal
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void init_barrier(uint64_t* barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
@@ -36,20 +35,10 @@ __device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
         : "memory");
 }
 
-// The address of the same place in a thread block of the cluster.
-__device__ __forceinline__ uint32_t address_in(int rank, const void* p) {
-    uint32_t remote;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(p)), "r"(rank));
-    return remote;
-}
 // Arrive at this barrier of a thread block of the cluster; says nothing of what this thread wrote.
-__device__ __forceinline__ void arrive_at(uint64_t* barrier, int rank) {
-    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(rank, barrier)) : "memory");
+__device__ __forceinline__ void arrive_relaxed_at(uint64_t* barrier, int rank) {
+    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_address(barrier, rank)) : "memory");
 }
-// All threads of a cluster meet, without a promise about what they wrote; `cluster_release` gives it.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_release() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Copy neighbouring bytes of weights, a multiple of 16, into shared memory; they count towards `barrier`.
 __device__ __forceinline__ void copy_row(void* to, const void* from, int bytes, uint64_t* barrier) {
     asm volatile(
@@ -99,9 +88,9 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
 __device__ __forceinline__ void copy_to_block(int rank, const void* to, const void* from, int bytes, uint64_t* barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            address_in(rank, to)
+            remote_address(to, rank)
         ),
-        "r"(shared_address(from)), "r"(bytes), "r"(address_in(rank, barrier))
+        "r"(shared_address(from)), "r"(bytes), "r"(remote_address(barrier, rank))
         : "memory");
 }
 

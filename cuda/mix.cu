@@ -4,6 +4,7 @@
 // own columns, and every warp then combines those of all warps in the same order: one barrier a row, no cancellation, and the
 // same bits however a row is spread over blocks. Blends start from the normalised values as rounded to fp16, which is what
 // the shift state keeps, so that a token's result does not depend on where a prompt was cut.
+#include "cluster.cuh"
 #include "launch.cuh"
 
 namespace rwkv {
@@ -80,45 +81,6 @@ struct Moments {
     float2 of_warp[MAX_WIDTH / SPAN];  // mean, sum of squared deviations
 };
 
-// Wait until a cluster's blocks have all started, so that their shared memory is there: `arrive` early, `greet` late.
-__device__ __forceinline__ void arrive(int parts) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    if (parts > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");
-#endif
-}
-__device__ __forceinline__ void greet(int parts) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    if (parts > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-// Make a cluster's blocks see one another's writes to shared memory.
-__device__ __forceinline__ void meet(int parts) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    if (parts > 1) {
-        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-        return;
-    }
-#endif
-    __syncthreads();
-}
-
-// Write `value` to the same place in every block of the cluster; lane p of a warp serves block p.
-__device__ __forceinline__ void share(float2* at, float2 value, int parts) {
-    const int lane = threadIdx.x % LANES;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    if (parts > 1) {
-        if (lane < parts) {
-            uint32_t remote;
-            const uint32_t local = uint32_t(__cvta_generic_to_shared(at));
-            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(lane));
-            asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote), "f"(value.x), "f"(value.y) : "memory");
-        }
-        return;
-    }
-#endif
-    if (lane == 0) *at = value;
-}
-
 // Layer norm of R rows at once, rounded to fp16. Threads without columns take part with whatever they hold.
 template <int R>
 __device__ __forceinline__ void normalize(const float (&v)[R][EACH], const float (&weight)[EACH], const float (&bias)[EACH],
@@ -133,9 +95,9 @@ __device__ __forceinline__ void normalize(const float (&v)[R][EACH], const float
         const float mean = lane_sum(place.live ? sum : 0.f) / count;
 #pragma unroll
         for (int j = 0; j < EACH; j++) squares = fmaf(v[r][j] - mean, v[r][j] - mean, squares);
-        share(&moments[r].of_warp[warp], make_float2(mean, lane_sum(place.live ? squares : 0.f)), place.parts);
+        cluster_store(&moments[r].of_warp[warp], make_float2(mean, lane_sum(place.live ? squares : 0.f)), place.parts);
     }
-    meet(place.parts);
+    cluster_sync(place.parts);
     const bool counts = lane < place.parts * place.warps;
     const float columns = counts ? fminf(SPAN, place.width - lane * SPAN) : 0.f;
 #pragma unroll
@@ -170,7 +132,7 @@ __global__ void __launch_bounds__(MAX_THREADS, R > 1 ? MIN_BLOCKS : 1) decode_ke
         __half* out, int rows, int width, bool settled) {
     __shared__ Moments moments[R];
     const Place place(width, gridDim.x, blockIdx.x);
-    arrive(place.parts);
+    if (place.parts > 1) cluster_arrive_relaxed();
     const int first = blockIdx.y * R;
     int64_t slot[R];
     Halves previous[R], normed[R];
@@ -211,7 +173,7 @@ __global__ void __launch_bounds__(MAX_THREADS, R > 1 ? MIN_BLOCKS : 1) decode_ke
             store8(x + at, v[r]);
         }
     }
-    greet(place.parts);
+    if (place.parts > 1) cluster_wait();  // all blocks have started: their shared memory is there
     normalize(v, scale, offset, place, moments, normed);
     if (!place.live) return;
 #pragma unroll
@@ -237,14 +199,14 @@ __global__ void __launch_bounds__(MAX_THREADS, R > 2 ? 1 : MIN_BLOCKS) prefill_k
         const int32_t* previous_slot, __half* normed_rows, __half* out, int tokens, int width, int run) {
     __shared__ Moments moments[2][R];
     const Place place(width, gridDim.x, blockIdx.x);
-    arrive(place.parts);
+    if (place.parts > 1) cluster_arrive_relaxed();
     float scale[EACH] = {}, offset[EACH] = {};
     if (place.live) load8_now(weight + place.column, scale), load8_now(bias + place.column, offset);
     release_next();
     wait_for_previous();
     const int begin = blockIdx.y * run, end = min(begin + run, tokens);
     Halves carried = zero_halves();
-    greet(place.parts);
+    if (place.parts > 1) cluster_wait();  // all blocks have started: their shared memory is there
     for (int first = begin, turn = 0; first < end; first += R, turn ^= 1) {
         float v[R][EACH] = {};
         Halves kept[R], normed[R];

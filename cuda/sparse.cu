@@ -17,13 +17,9 @@ namespace {
 #if __CUDA_ARCH__ >= 900
 // Store into the shared memory of a block of the cluster, where the bytes count towards its `barrier`.
 __device__ __forceinline__ void send(float* to, float value, uint64_t* barrier, int rank) {
-    asm volatile(
-        "{ .reg .b32 to, barrier;\n"
-        "mapa.shared::cluster.u32 to, %0, %3;\n"
-        "mapa.shared::cluster.u32 barrier, %2, %3;\n"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %1, [barrier]; }" ::"r"(shared_address(to)),
-        "r"(__float_as_int(value)), "r"(shared_address(barrier)), "r"(rank)
-        : "memory");
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(remote_address(to, rank)),
+                 "r"(__float_as_int(value)), "r"(remote_address(barrier, rank))
+                 : "memory");
 }
 #endif
 
@@ -48,7 +44,7 @@ __global__ __launch_bounds__(SPARSE_THREADS, 2) void sparse_project(const __half
         publish_barriers();
         expect_bytes(&complete, columns * 4);
     }
-    cluster_arrive();
+    cluster_arrive_relaxed();
 #endif
     const int workers = SPARSE_THREADS / lanes, worker = threadIdx.x / lanes, lane = threadIdx.x % lanes;
     const int warp = threadIdx.x / LANES;
@@ -204,7 +200,7 @@ __global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __
         publish_barriers();
     }
     __syncwarp();
-    cluster_arrive();
+    cluster_arrive_relaxed();
     const int rank = blockIdx.x % splits, first_column = blockIdx.x / splits * COLUMNS;
     const int steps = units / UNITS, begin = rank * steps / splits + 2 * warp, end = (rank + 1) * steps / splits;
     const int rest = max(end - begin, 0), count = rest / ROUND * 2 + min(rest % ROUND, 2);  // of this warp
@@ -328,7 +324,7 @@ __global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __
             *reinterpret_cast<const uint2*>(halves);
     }
     __syncwarp();
-    cluster_arrive();  // this block's memory is read until all have got their sums
+    cluster_arrive_relaxed();  // this block's memory is read until all have got their sums
     cluster_wait();
 #endif
 }
