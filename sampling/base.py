@@ -32,9 +32,9 @@ END = 0  # the end token
 NEVER = 1 << 62  # a step that no sequence reaches
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 MIN_TOP_P = 1e-9  # below every possible largest probability, so that anything less means the same and would only underflow
-REDRAW_FROM = 0.25  # a row with this top_p or more and no top_k is drawn until a draw is kept: at most four times on average
+REJECTION_FROM = 0.25  # a row with this top_p or more and no top_k is drawn until a draw is kept: at most four times on average
 
-Way = Literal["greedy", "plain", "redraw", "joint", "sequential", "noisy"]
+Way = Literal["greedy", "plain", "rejection", "joint", "sequential", "noisy"]
 
 
 class Needs(NamedTuple):
@@ -190,8 +190,8 @@ class Controls:
         if self._top_k(params) == self.num_columns:
             if _top_p(params) == torch.inf:
                 return "plain"
-            if params.rule == "joint" and _top_p(params) >= REDRAW_FROM:
-                return "redraw"
+            if params.rule == "joint" and _top_p(params) >= REJECTION_FROM:
+                return "rejection"
         return params.rule
 
     def _bias(self, params: SamplingParams) -> dict[int, float]:

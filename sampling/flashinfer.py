@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from sampling.base import Sampled
-from sampling.kernel import WAYS, RapidSampler
+from sampling.kernel import RapidSampler
 from sampling.params import SamplingParams
-
-PLAIN = WAYS["plain"]
 
 
 def missing() -> str | None:
@@ -48,13 +46,14 @@ class FlashInferSampler(RapidSampler):
         """See `Controls.start_many`."""
         super().start_many(slots, params, choices)
         index = torch.tensor(slots).to(self.device, non_blocking=True)
-        way = self._way.index_select(0, index)
-        ours = way == WAYS["sequential"]
+        method = self._method.index_select(0, index)
+        ours = method == self._codes["sequential"]
         top_k = self.controls.top_k.index_select(0, index)
         top_p = self.controls.top_p.index_select(0, index)
         self._top_k.index_copy_(0, index, torch.where(ours, top_k, len(self.ids)))
         self._top_p.index_copy_(0, index, torch.where(ours, top_p.clamp(max=1), 1.0))
-        self._way.index_copy_(0, index, torch.where(ours, PLAIN, way))  # of what is left the kernel draws without a filter
+        plain = torch.where(ours, self._codes["plain"], method)  # of what is left the kernel draws without a filter
+        self._method.index_copy_(0, index, plain)
 
     def launch(self, logits: Tensor, slots: Tensor, **options) -> Sampled:
         """See `RapidSampler.launch`."""

@@ -15,13 +15,13 @@ from sampling.params import SamplingParams
 from sampling.reference import report_logprobs
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-WAYS = {"greedy": 0, "plain": 1, "joint": 2, "sequential": 3, "redraw": 6}  # and 4 gumbel, 5 noise
+METHODS = ("greedy", "plain", "joint", "sequential", "gumbel", "noise", "rejection")
 TENSORS = ("temperature", "top_k", "top_p", "alpha_presence", "alpha_frequency", "alpha_decay", "noise", "penalized")
 POINTER = ctypes.c_void_p
 
 
 class SampleArgs(ctypes.Structure):
-    """`SampleArgs` of cuda/sampling.cu."""
+    """`SampleArgs` of cuda/sampling/args.h, field by field."""
 
     _fields_ = (
         ("logits", POINTER),
@@ -34,7 +34,7 @@ class SampleArgs(ctypes.Structure):
         ("ids", POINTER),
         ("first_id", ctypes.c_int64),
         ("allowed", POINTER),
-        ("way", POINTER),
+        ("method", POINTER),
         *((name, POINTER) for name in TENSORS),
         ("seed", POINTER),
         ("choice", POINTER),
@@ -87,6 +87,8 @@ class RapidSampler:
         self.needs = self.controls.needs
         self.ids = ids.to(device)
         self.device = self.controls.temperature.device  # with its index
+        check_layout(library)
+        self._codes = method_codes(library)
         self._sample = library.rwkv_sample
         self._sample.argtypes = (ctypes.POINTER(SampleArgs), POINTER)
         self._sample.restype = ctypes.c_int
@@ -98,7 +100,7 @@ class RapidSampler:
         self.boundary: Tensor | None = None  # [B, 3] set by tests to see what the filters found
         # At their places from the start, so that no graph is ever stale.
         memory = _memory(num_slots, num_columns, max_bias, device)
-        self._way = memory["way"]
+        self._method = memory["method"]
         self._num_bias = memory["num_bias"]
         self._touched = memory["touched"]
         self._pending_column = memory["pending_column"].fill_(-1)
@@ -122,10 +124,10 @@ class RapidSampler:
             raise ValueError(f"logit_bias: {max(lengths)} entries, room is for {self._max_bias}")
         self.controls.start_many(slots, params, choices)
         needs = [self.controls.needs[slot] for slot in slots]
-        ways = [WAYS.get(need.way) or (0 if need.way == "greedy" else 4 + (p.rule == "noise"))
-                for need, p in zip(needs, params, strict=True)]  # fmt: skip
+        names = [p.rule if need.way == "noisy" else need.way for need, p in zip(needs, params, strict=True)]
+        methods = [self._codes[name] for name in names]
         index = torch.tensor(slots).to(self.device, non_blocking=True)
-        for target, values in ((self._way, ways), (self._num_bias, lengths)):
+        for target, values in ((self._method, methods), (self._num_bias, lengths)):
             target.index_copy_(0, index, torch.tensor(values, dtype=target.dtype).to(self.device, non_blocking=True))
         self._pending_column.index_fill_(0, index, -1)
         self._touched.index_fill_(0, index, 0)
@@ -189,7 +191,7 @@ class RapidSampler:
             ids=None if self._first_id is not None else self.ids.data_ptr(),
             first_id=self._first_id or 0,
             allowed=_pointer(self._allowed),
-            way=self._way.data_ptr(),
+            method=self._method.data_ptr(),
             **{name: getattr(controls, name).data_ptr() for name in TENSORS},
             seed=controls.seed.data_ptr(),
             choice=controls.choice.data_ptr(),
@@ -232,7 +234,7 @@ def _memory(num_slots: int, num_columns: int, max_bias: int, device: torch.devic
         return torch.zeros(num_slots, *dims, dtype=dtype, device=device)
 
     return {
-        "way": zeros(torch.int32),
+        "method": zeros(torch.int32),
         "num_bias": zeros(torch.int32),
         "touched": zeros(torch.int32, -(-num_columns // 256)),
         "pending_column": zeros(torch.int32),
@@ -241,6 +243,23 @@ def _memory(num_slots: int, num_columns: int, max_bias: int, device: torch.devic
         "bias_columns": zeros(torch.int64, max_bias),
         "bias_values": zeros(torch.float32, max_bias),
     }
+
+
+def check_layout(library: ctypes.CDLL) -> None:
+    """Raise RuntimeError where the kernels were built from other arguments than these."""
+    built, here = library.rwkv_sample_args_size(), ctypes.sizeof(SampleArgs)
+    if built != here:
+        raise RuntimeError(f"rwkv_sample takes arguments of {built} bytes, and sampling/kernel.py describes {here}")
+
+
+def method_codes(library: ctypes.CDLL) -> dict[str, int]:
+    """Return the kernels' code of each of METHODS; RuntimeError for one that they do not have."""
+    code = library.rwkv_sample_method
+    code.argtypes, code.restype = (ctypes.c_char_p,), ctypes.c_int
+    codes = {name: code(name.encode()) for name in METHODS}
+    if unknown := [name for name, number in codes.items() if number < 0]:
+        raise RuntimeError(f"rwkv_sample has no method {', '.join(unknown)}")
+    return codes
 
 
 def pack_bits(flags: Tensor) -> Tensor:

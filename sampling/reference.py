@@ -131,12 +131,12 @@ class ReferenceSampler:
         if way == "plain":
             return draw_plain(q, u), finite
         top_p = at(self.controls.top_p, slots)[:, None]
-        if way == "redraw":
-            return self._redraw(q, top_p, numbers, finite, slots), finite
+        if way == "rejection":
+            return self._draw_by_rejection(q, top_p, numbers, finite, slots), finite
         top_k = at(self.controls.top_k, slots).long()[:, None]
         return draw_filtered(q, top_k, top_p, u, joint_cut if way == "joint" else sequential_cut), finite
 
-    def _redraw(self, q: Tensor, top_p: Tensor, numbers: Tensor, finite: Tensor, slots: Tensor) -> Tensor:
+    def _draw_by_rejection(self, q: Tensor, top_p: Tensor, numbers: Tensor, finite: Tensor, slots: Tensor) -> Tensor:
         """Return the first candidate of each row that top_p keeps [R] int64; `numbers` are those of the first ones."""
         parts = in_parts(q)
         masses, maxima = parts.sum(-1), parts.amax(-1)

@@ -89,8 +89,6 @@ def test_kept_set_and_boundary_weight(rapid, rule, dtype, monkeypatch):
     Rows that would be drawn until a draw is kept have no boundary to look at. Here the boundary is searched for instead, and
     what they draw otherwise is in the kept set too.
     """
-    from sampling.kernel import WAYS
-
     generator = torch.Generator().manual_seed(10 * len(rule) + dtype.itemsize + (dtype == torch.bfloat16))
     worst = 0.0
     for num_columns in (256, 257, 1000, 4096, 8192, 32000, 50257, 65536):
@@ -107,7 +105,7 @@ def test_kept_set_and_boundary_weight(rapid, rule, dtype, monkeypatch):
         slots = start(sampler, params)
         redrawn = sampler.sample(logits, slots)
         with monkeypatch.context() as patch:
-            patch.setitem(WAYS, "redraw", WAYS["joint"])
+            patch.setitem(sampler._codes, "rejection", sampler._codes["joint"])
             start(sampler, params)
         sampler.boundary = torch.full((num_rows, 3), float("nan"), device="cuda")
         sampled = sampler.sample(logits, slots)
@@ -502,12 +500,12 @@ def test_long_bias(rapid):
 
 def test_the_check_passes_here_and_notices_a_wrong_kernel(rapid, monkeypatch):
     from rwkv_batch.kernels.compiler import library
-    from sampling import factory
-    from sampling.kernel import WAYS
+    from sampling import factory, kernel
 
     assert factory.check("cuda:0", library(0)) == []
-    for way in ("joint", "redraw"):
-        monkeypatch.setitem(WAYS, way, WAYS["plain"])
+    codes = kernel.method_codes(library(0))
+    wrong = {**codes, "joint": codes["plain"], "rejection": codes["plain"]}
+    monkeypatch.setattr(kernel, "method_codes", lambda library: wrong)
     assert factory.check("cuda:0", library(0)) == [name for name in factory.CHECKED if name.startswith("joint")]
 
 

@@ -355,8 +355,8 @@ def rejected_row(z: torch.Tensor, params: dict) -> np.ndarray:
 def test_only_a_large_top_p_alone_rejects_draws():
     below = math.nextafter(0.25, 0)
     cases = [
-        ({"top_k": 0, "top_p": 0.25}, "redraw"),
-        ({"top_k": 300, "top_p": 0.999}, "redraw"),
+        ({"top_k": 0, "top_p": 0.25}, "rejection"),
+        ({"top_k": 300, "top_p": 0.999}, "rejection"),
         ({"top_k": 0, "top_p": below}, "joint"),
         ({"top_k": 299, "top_p": 0.6}, "joint"),
         ({"top_k": 0, "top_p": 0.6, "rule": "sequential"}, "sequential"),

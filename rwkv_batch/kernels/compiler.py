@@ -79,9 +79,10 @@ class Toolchain:
         version = subprocess.run([self.compiler, "--version"], capture_output=True, text=True, env=_environment(self))
         for part in (self.name, arch, *self.flags, version.stdout):
             digest.update(part.encode() + b"\0")
-        for file in sorted([*folder("cuda").iterdir(), *folder("hip").iterdir()]):
-            if file.is_file():
-                digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        for top in (folder("cuda"), folder("hip")):
+            for file in sorted(top.rglob("*")):
+                if file.is_file():
+                    digest.update(file.relative_to(top.parent).as_posix().encode() + b"\0" + file.read_bytes())
         return digest.hexdigest()[:16]
 
 
