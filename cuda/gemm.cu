@@ -8,7 +8,7 @@
 //
 // With programmatic dependent launch the first stages of weights are on their way before the preceding kernel has ended.
 #include "hopper.cuh"
-#include "low_rank.cuh"
+#include "lora.cuh"
 
 #include <algorithm>
 
@@ -19,7 +19,7 @@ constexpr int BK = 64;  // k of a stage: 128 bytes, the width of a swizzled row
 constexpr int MAX_STAGES = 16;
 constexpr int MAX_SPLIT = 8;        // thread blocks of a cluster on every device
 constexpr int BAND = 8;             // tiles of rows of x that go with all weights before the next: they stay in the L2 cache
-constexpr int MAX_MARKED = 16;      // rows of x of which marks are made
+constexpr int MAX_MASKED = 16;      // rows of x of which an active mask is made
 constexpr int HALF_PITCH = 64 + 8;  // fp16 row of the staged output of one warpgroup: 16 bytes apart modulo 128
 
 // Weights beside the main ones in the same launch: rows first[i] to first[i + 1] - 1 go with a plane of x of their own.
@@ -29,7 +29,7 @@ struct Beside {
     int first[GROUPS + 1];  // multiples of 8
     int tile[GROUPS + 1];   // number of each group's first tile
 };
-// Of the groups, which are w, a, v, g of the low-rank pairs.
+// Of the groups, which are w, a, v, g of the LoRA pairs.
 __constant__ const int PLANE[GROUPS] = {3, 4, 2, 5}, ACTIVATION[GROUPS] = {TANH, NONE, NONE, SIGMOID};
 
 struct Shape {
@@ -38,7 +38,7 @@ struct Shape {
     int first_block, blocks;  // of the thread blocks, those that multiply
     bool transposed;
     int activation;
-    uint16_t* marks;  // [M / 16] or null: bit i of word w says whether weight row 16 w + i has a result that is not zero
+    uint16_t* active_mask;  // [M / 16] or null: bit i of word w says whether weight row 16 w + i has a result that is not zero
     Beside beside;
     __host__ __device__ int weight_tiles() const { return m_tiles * batch + beside.tile[GROUPS]; }
 };
@@ -223,7 +223,7 @@ __device__ __forceinline__ void store(const float (&sums)[BN / 2], const Shape& 
             // Fragments are [m, n]; the transposing store writes rows of 8 neighbouring m.
             __half* to = staged + (j * 8 + lane % 8) * HALF_PITCH + warp * 16 + lane / 8 % 2 * 8;
             const uint32_t a = finish(s[0], s[1], tile.activation), b = finish(s[2], s[3], tile.activation);
-            if (BN <= MAX_MARKED) low |= a, high |= b;
+            if (BN <= MAX_MASKED) low |= a, high |= b;
             store_transposed(to, a, b);
         }
         sync_threads(1 + group, 128);
@@ -235,10 +235,10 @@ __device__ __forceinline__ void store(const float (&sums)[BN / 2], const Shape& 
                     *reinterpret_cast<const uint4*>(staged + i / 8 * HALF_PITCH + i % 8 * 8);
         }
     }
-    if (BN <= MAX_MARKED && p.marks) {
+    if (BN <= MAX_MASKED && p.active_mask) {
         const auto bit = [](uint32_t pair, int at) { return uint32_t((pair & 0x7fff7fff) != 0) << at; };
-        const uint32_t marks = __reduce_or_sync(0xffffffff, bit(low, lane / 4) | bit(high, lane / 4 + 8));
-        if (lane == 0 && m0 < tile.end) p.marks[m0 / 16 + warp] = uint16_t(marks);
+        const uint32_t active_mask = __reduce_or_sync(0xffffffff, bit(low, lane / 4) | bit(high, lane / 4 + 8));
+        if (lane == 0 && m0 < tile.end) p.active_mask[m0 / 16 + warp] = uint16_t(active_mask);
     }
 }
 
@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(threads(BM, BN), BN <= 64 ? 2 : 1)
 #endif
 }
 
-// A product and, in the first blocks, the low-rank pairs. All blocks run at once: one to a multiprocessor, and no more than those.
+// A product and, in the first blocks, the LoRA pairs. All blocks run at once: one to a multiprocessor, and no more than those.
 constexpr int INPUTS_THREADS = PAIR_WARPS * LANES + 32;
 template <int BM, int BN>
 __global__ void __launch_bounds__(INPUTS_THREADS, 1)
@@ -367,7 +367,7 @@ __global__ void __launch_bounds__(INPUTS_THREADS, 1)
     static_assert(threads(BM, BN) <= INPUTS_THREADS);
     extern __shared__ __align__(128) char memory[];
     if (int(blockIdx.x) < pairs.blocks)
-        low_rank_pairs<BN / 8>(pairs, blockIdx.x, reinterpret_cast<uint8_t*>(memory));
+        lora_pairs<BN / 8>(pairs, blockIdx.x, reinterpret_cast<uint8_t*>(memory));
     else if (threadIdx.x < threads(BM, BN))
         multiply_tiles<BM, BN>(w_map, x_map, x_map, p, memory);
 #endif
@@ -414,7 +414,8 @@ cudaError_t launch(const void* w_map, const void* x_map, const void* beside_map,
         const int tiles = p.weight_tiles() * p.n_tiles, clusters = p.split > 1 ? tiles : std::min(cut.clusters, tiles);
         const int shared = shared_bytes(v.bm, v.bn, p.split, p.stages);
         p.blocks = clusters * p.split;
-        const Launch how = {dim3(clusters * p.split), dim3(threads(v.bm, v.bn)), cudaStream_t(stream), cut.overlap, p.split, shared};
+        const Launch how = {dim3(clusters * p.split), dim3(threads(v.bm, v.bn)), cudaStream_t(stream), cut.overlap, p.split,
+                            shared};
         const auto map = [](const void* at) { return *static_cast<const CUtensorMap*>(at); };
         return start(v.kernel, how, map(w_map), map(x_map), map(beside_map), p);
     }
@@ -448,24 +449,25 @@ RWKV_EXPORT int rwkv_gemm_map(
 // out [batch, N, M] fp16 = x [batch, N, K] times W [batch, M, K] (transposed: [batch, K, M]), as described by their maps.
 // bm, bn: rows of W and of x of a tile, the boxes of their maps; split: see the top, a power of 2; clusters: tiles worked on at
 // once, all where split > 1; overlap: see launch.cuh.
-// marks: null, or where to write M bits, 32 to a word, that say which columns of out are not all zeros; split and batch 1, N <= 16.
+// active_mask: null, or where to write M bits, 32 to a word, that say which columns of out are not all zeros; split and batch 1,
+// N <= 16.
 RWKV_EXPORT int rwkv_gemm(
-    const void* w_map, const void* x_map, void* out, void* marks, int N, int M, int K, int batch, int transposed, int relu_square,
-    int bm, int bn, int split, int stages, int clusters, int overlap, void* stream
+    const void* w_map, const void* x_map, void* out, void* active_mask, int N, int M, int K, int batch, int transposed,
+    int relu_square, int bm, int bn, int split, int stages, int clusters, int overlap, void* stream
 ) {
     using namespace rwkv;
     Shape p{static_cast<__half*>(out), N, M};
-    if (marks && (split != 1 || batch != 1 || N > bn || bn > MAX_MARKED)) return cudaErrorInvalidValue;
+    if (active_mask && (split != 1 || batch != 1 || N > bn || bn > MAX_MASKED)) return cudaErrorInvalidValue;
     p.batch = batch, p.transposed = transposed, p.activation = relu_square ? RELU_SQUARE : NONE;
-    p.marks = static_cast<uint16_t*>(marks);
+    p.active_mask = static_cast<uint16_t*>(active_mask);
     return launch(w_map, x_map, w_map, p, K, {bm, bn, split, stages, clusters, overlap}, stream);
 }
 
-// The same for the first three planes of x [6, N, K], and hidden [N, R] = the first halves of the low-rank pairs: rank_w, _a, _v
-// and _g rows of a second weight [R, K], multiples of 8, with the planes and activations above.
+// The same for the first three planes of x [6, N, K], and hidden [N, R] = the products with lora_down of the LoRA pairs: rank_w,
+// _a, _v and _g rows of a second weight [R, K], multiples of 8, with the planes and activations above.
 RWKV_EXPORT int rwkv_gemm_project(
-    const void* w_map, const void* x_map, const void* down_map, void* out, void* hidden, int N, int M, int K, int rank_w, int rank_a,
-    int rank_v, int rank_g, int bm, int bn, int split, int stages, int clusters, int overlap, void* stream
+    const void* w_map, const void* x_map, const void* lora_down_map, void* out, void* hidden, int N, int M, int K, int rank_w,
+    int rank_a, int rank_v, int rank_g, int bm, int bn, int split, int stages, int clusters, int overlap, void* stream
 ) {
     using namespace rwkv;
     Shape p{static_cast<__half*>(out), N, M};
@@ -476,20 +478,20 @@ RWKV_EXPORT int rwkv_gemm_project(
         if (ranks[i] < 0 || ranks[i] % 8) return cudaErrorInvalidValue;
         p.beside.first[i + 1] = p.beside.first[i] + ranks[i];
     }
-    return launch(w_map, x_map, down_map, p, K, {bm, bn, split, stages, clusters, overlap}, stream);
+    return launch(w_map, x_map, lora_down_map, p, K, {bm, bn, split, stages, clusters, overlap}, stream);
 }
 
 // All that the attention's recurrence takes, in one launch, of mixed [6, N, C], N <= 16: rkv [3, N, C] of three weights [C, C] and
-// the low-rank pairs' u, rate, blend, gate [N, C], as rwkv_gemm_project and rwkv_low_rank_up say, with hidden [N, R] between.
+// the LoRA pairs' w_raw, a, v_mix, gate [N, C], as rwkv_gemm_project and rwkv_lora_up say, with hidden [N, R] between.
 // arrived: a zero for each number of thread blocks, kept between launches. clusters: thread blocks of r, k, v; the pairs get the
-// rest of the multiprocessors. Ranks are multiples of 32, at most 512; C of 256, at most 4096; bn is 8 or 16.
+// rest of the multiprocessors. LoraRanks are multiples of 32, at most 512; C of 256, at most 4096; bn is 8 or 16.
 RWKV_EXPORT int rwkv_gemm_inputs(
-    const void* w_map, const void* x_map, const void* mixed, const void* down, const void* up, const void* w0, const void* a0,
-    const void* v0, void* rkv, void* hidden, void* u, void* rate, void* blend, void* gate, void* arrived, int N, int C, int rank_w,
-    int rank_a, int rank_v, int rank_g, int bm, int bn, int split, int stages, int clusters, int overlap, void* stream
+    const void* w_map, const void* x_map, const void* mixed, const void* lora_down, const void* lora_up, const void* w0,
+    const void* a0, const void* v0, void* rkv, void* hidden, void* w_raw, void* a, void* v_mix, void* gate, void* arrived, int N,
+    int C, int rank_w, int rank_a, int rank_v, int rank_g, int bm, int bn, int split, int stages, int clusters, int overlap, void* stream
 ) {
     using namespace rwkv;
-    const Ranks ranks{rank_w, rank_a, rank_v, rank_g};
+    const LoraRanks ranks{rank_w, rank_a, rank_v, rank_g};
     for (const int rank : {rank_w, rank_a, rank_v, rank_g})
         if (rank < 0 || rank > PAIR_SLICE || rank % PAIR_STEP) return cudaErrorInvalidValue;
     if (N < 1 || N > bn || C % (PAIR_WARPS * PAIR_STEP) || C > PAIR_WARPS * PAIR_SLICE || split != 1) return cudaErrorInvalidValue;
@@ -497,10 +499,11 @@ RWKV_EXPORT int rwkv_gemm_inputs(
     pairs.rank = ranks.total(), pairs.blocks = device().processors - clusters;
     if (clusters < 1 || pairs.blocks < 1 || ranks.total() == 0 || stages < 2 || stages > MAX_STAGES) return cudaErrorInvalidValue;
     pairs.hidden = static_cast<const __half*>(hidden), pairs.arrived = static_cast<unsigned long long*>(arrived) + pairs.blocks;
-    pairs.down.num_tokens = pairs.up.num_tokens = N;
-    add_down(pairs.down, static_cast<const __half*>(mixed), static_cast<const __half*>(down), static_cast<__half*>(hidden), C, ranks,
-             PAIR_ROWS);
-    add_up(pairs.up, pairs.hidden, static_cast<const __half*>(up), {w0, a0, v0}, {u, rate, blend, gate}, C, ranks, PAIR_ROWS);
+    pairs.lora_down.num_tokens = pairs.lora_up.num_tokens = N;
+    add_lora_down(pairs.lora_down, static_cast<const __half*>(mixed), static_cast<const __half*>(lora_down),
+                  static_cast<__half*>(hidden), C, ranks, PAIR_ROWS);
+    add_lora_up(pairs.lora_up, pairs.hidden, static_cast<const __half*>(lora_up), {w0, a0, v0}, {w_raw, a, v_mix, gate}, C, ranks,
+                PAIR_ROWS);
     Shape p{static_cast<__half*>(rkv), N, C};
     p.k_blocks = C / BK, p.m_tiles = (C + bm - 1) / bm, p.n_tiles = 1, p.batch = 3, p.split = 1, p.stages = stages;
     p.first_block = pairs.blocks, p.blocks = std::min(clusters, p.weight_tiles());

@@ -1,9 +1,9 @@
 // Several products of many tokens in one launch (a grouped GEMM), each with inputs, bias, activation and output of its own, by
-// Hopper's wgmma with the weights as its 64-high operand: the low-rank pairs.
+// Hopper's wgmma with the weights as its 64-high operand: the LoRA pairs.
 //
 // A tile is 128 rows of weights by BN tokens. One warp keeps a ring of shared-memory stages full through the copy engine, 64
 // values of k a stage; two warpgroups multiply, 64 rows each. Thread blocks go from tile to tile, and where two share a
-// multiprocessor, one multiplies while the other writes: short sums (low_rank_up) take no longer than their results do.
+// multiprocessor, one multiplies while the other writes: short sums (those with lora_up) take no longer than their results do.
 // Where there are too few tiles for the device, a cluster of `splits` thread blocks shares each: every block sums a part of k,
 // sends its sums to the blocks that finish them, and finishes those of its part of the tokens, adding in the order of k. A token's
 // result depends on itself alone, and on `splits`.

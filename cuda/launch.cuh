@@ -9,7 +9,7 @@ namespace rwkv {
 enum Activation : int { NONE = 0, RELU_SQUARE = 1, TANH = 2, SIGMOID = 3 };
 
 // Waits until the kernels before have finished. Every block of every kernel calls this before it touches what they write or
-// read; what no kernel writes (weights) may be loaded before, and what was written before the preceding one began (`settled`).
+// read; what no kernel writes (weights) may be loaded before, and what was written before the preceding one began (`inputs_ready`).
 __device__ __forceinline__ void wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -124,12 +124,12 @@ __global__ void __launch_bounds__(MAX_THREADS) embed_kernel(
     store8(x + size_t(blockIdx.x) * width + threadIdx.x * EACH, v);
 }
 
-// Every row is one token of its own slot; a block (or a cluster of them) takes R rows. `settled`: the kernel before does not write
-// shift or slots, nor does one that may still run beside it, so they are read before it has ended.
+// Every row is one token of its own slot; a block (or a cluster of them) takes R rows. `inputs_ready`: the kernel before does not
+// write shift or slots, nor does one that may still run beside it, so they are read before it has ended.
 template <int K, int R>
 __global__ void __launch_bounds__(MAX_THREADS, R > 1 ? MIN_BLOCKS : 1) decode_kernel(
         float* x, const __half* y, const float* weight, const float* bias, const float* mix, __half* shift, const int64_t* slots,
-        __half* out, int rows, int width, bool settled) {
+        __half* out, int rows, int width, bool inputs_ready) {
     __shared__ Moments moments[R];
     const Place place(width, gridDim.x, blockIdx.x);
     if (place.parts > 1) cluster_arrive_relaxed();
@@ -152,12 +152,12 @@ __global__ void __launch_bounds__(MAX_THREADS, R > 1 ? MIN_BLOCKS : 1) decode_ke
 #pragma unroll
             for (int k = 0; k < K; k++) load8_now(mix + k * width + place.column, ratios[EARLY ? k : 0]);
     }
-    if (settled) look_back();
+    if (inputs_ready) look_back();
     // The residual stream was written long ago; asked for after the wait, it would come behind the next product's weights.
     if (R == 1 && place.live) prefetch(x + size_t(first) * width + place.column);
     release_next();
     wait_for_previous();
-    if (!settled) look_back();
+    if (!inputs_ready) look_back();
     float v[R][EACH] = {};
 #pragma unroll
     for (int r = 0; r < R; r++) {
@@ -312,12 +312,13 @@ static int threads(int columns) { return (columns / EACH + LANES - 1) / LANES * 
 
 template <int K>
 static cudaError_t decode(float* x, const __half* y, const float* weight, const float* bias, const float* mix, __half* shift,
-        const int64_t* slots, __half* out, int rows, int width, int parts, bool settled, int overlap, cudaStream_t stream) {
+        const int64_t* slots, __half* out, int rows, int width, int parts, bool inputs_ready, int overlap, cudaStream_t stream) {
     const Launch how = {dim3(parts, rows), dim3(threads(width / parts)), stream, overlap, parts};
-    if (rows < 256 || width <= 1024) return start(decode_kernel<K, 1>, how, x, y, weight, bias, mix, shift, slots, out, rows, width, settled);
+    if (rows < 256 || width <= 1024)
+        return start(decode_kernel<K, 1>, how, x, y, weight, bias, mix, shift, slots, out, rows, width, inputs_ready);
     Launch many = how;
     many.grid.y = (rows + DECODE_ROWS - 1) / DECODE_ROWS;
-    return start(decode_kernel<K, DECODE_ROWS>, many, x, y, weight, bias, mix, shift, slots, out, rows, width, settled);
+    return start(decode_kernel<K, DECODE_ROWS>, many, x, y, weight, bias, mix, shift, slots, out, rows, width, inputs_ready);
 }
 
 template <int K>
@@ -349,12 +350,14 @@ RWKV_EXPORT int rwkv_embed(const int64_t* ids, const int64_t* slots, const __hal
 
 // planes: 6 or 1. parts: blocks that share a row, each a multiple of 256 columns.
 RWKV_EXPORT int rwkv_add_norm_mix_decode(float* x, const __half* y, const float* weight, const float* bias, const float* mix,
-        __half* shift, const int64_t* slots, __half* out, int rows, int width, int planes, int parts, int settled, int overlap,
+        __half* shift, const int64_t* slots, __half* out, int rows, int width, int planes, int parts, int inputs_ready, int overlap,
         cudaStream_t stream) {
     if (!rwkv::fits(width) || !rwkv::splits(width, parts)) return cudaErrorInvalidValue;
     switch (planes) {
-        case 6: return rwkv::decode<6>(x, y, weight, bias, mix, shift, slots, out, rows, width, parts, settled, overlap, stream);
-        case 1: return rwkv::decode<1>(x, y, weight, bias, mix, shift, slots, out, rows, width, parts, settled, overlap, stream);
+        case 6:
+            return rwkv::decode<6>(x, y, weight, bias, mix, shift, slots, out, rows, width, parts, inputs_ready, overlap, stream);
+        case 1:
+            return rwkv::decode<1>(x, y, weight, bias, mix, shift, slots, out, rows, width, parts, inputs_ready, overlap, stream);
     }
     return cudaErrorInvalidValue;
 }

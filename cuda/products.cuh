@@ -131,8 +131,8 @@ __device__ __forceinline__ void store(const Product& p, int token, int row, floa
     }
 }
 
-// Of the low-rank pairs.
-struct Ranks {
+// Of the pairs of low-rank matrices (LoRA) that make w, a, v_mix and the gate of a token.
+struct LoraRanks {
     int w, a, v, g;
     int total() const { return w + a + v + g; }
 };
@@ -140,30 +140,32 @@ struct Biases {
     const void *w0, *a0, *v0;  // fp32
 };
 struct Gates {
-    void *u, *rate, *blend, *gate;
+    void *w_raw, *a, *v_mix, *gate;
 };
 
-// The pairs' first halves: hidden [N, R] from mixed [6, N, width] and down [R, width].
-inline void add_down(Products& all, const __half* mixed, const __half* down, __half* hidden, int width, Ranks ranks, int tile_rows) {
+// The pairs' first matrices: hidden [N, R] from mixed [6, N, width] and lora_down [R, width].
+inline void add_lora_down(Products& all, const __half* mixed, const __half* lora_down, __half* hidden, int width, LoraRanks ranks,
+                       int tile_rows) {
     const int rank[4] = {ranks.w, ranks.a, ranks.v, ranks.g}, plane[4] = {3, 4, 2, 5};
     const int activation[4] = {TANH, NONE, NONE, SIGMOID};
     for (int i = 0, row = 0; i < 4; row += rank[i++])
         if (rank[i])
-            all.add({mixed + int64_t(plane[i]) * all.num_tokens * width, down + int64_t(row) * width, nullptr, hidden + row, width,
-                     ranks.total(), rank[i], width, activation[i], false},
+            all.add({mixed + int64_t(plane[i]) * all.num_tokens * width, lora_down + int64_t(row) * width, nullptr, hidden + row,
+                     width, ranks.total(), rank[i], width, activation[i], false},
                     tile_rows);
 }
 
-// The second halves, [N, width] each, from hidden and `up`: [width, rank] of w, a, v, g one after another.
-inline void add_up(Products& all, const __half* hidden, const __half* up, Biases biases, Gates gates, int width, Ranks ranks, int tile_rows) {
+// The second ones, [N, width] each, from hidden and `lora_up`: [width, rank] of w, a, v, g one after another.
+inline void add_lora_up(Products& all, const __half* hidden, const __half* lora_up, Biases biases, Gates gates, int width,
+                       LoraRanks ranks, int tile_rows) {
     const int rank[4] = {ranks.w, ranks.a, ranks.v, ranks.g}, activation[4] = {NONE, SIGMOID, SIGMOID, NONE};
     const void* const bias[4] = {biases.w0, biases.a0, biases.v0, nullptr};
-    void* const out[4] = {gates.u, gates.rate, gates.blend, gates.gate};
+    void* const out[4] = {gates.w_raw, gates.a, gates.v_mix, gates.gate};
     for (int i = 3, row = ranks.total(); i >= 0; i--) {  // the longest sums first
         row -= rank[i];
         if (rank[i])
-            all.add({hidden + row, up + int64_t(row) * width, static_cast<const float*>(bias[i]), out[i], ranks.total(), width, width,
-                     rank[i], activation[i], i == 0},
+            all.add({hidden + row, lora_up + int64_t(row) * width, static_cast<const float*>(bias[i]), out[i], ranks.total(), width,
+                     width, rank[i], activation[i], i == 0},
                     tile_rows);
     }
 }

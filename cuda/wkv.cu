@@ -1,10 +1,10 @@
 // The recurrence of RWKV-7 with everything between the input matrices and the output matrix.
 //
-//   S <- S diag(w) - (S a) (a rate)^T + v k^T      a = normalised k * k_k, w = exp(-exp(-0.5) sigmoid(u))
+//   S <- S diag(w) - (S kk) (kk a)^T + v k^T      kk = normalised k * k_k, w = exp(-exp(-0.5) sigmoid(w_raw))
 //   out = (group norm(S r) + (sum r k r_k) v) gate
 //
 // S is 64 values (rows) x 64 keys (columns). Eight neighbouring lanes hold a row, eight keys each. Both products with S come from
-// one pass over it: S_new r = S (w r) - (S a) (a rate . r) + v (k . r), so a token costs one round of sums over the lanes.
+// one pass over it: S_new r = S (w r) - (S kk) (kk a . r) + v (k . r), so a token costs one round of sums over the lanes.
 // Arithmetic is fp32; only the stored state may be fp16.
 #include "wkv.cuh"
 
@@ -30,22 +30,22 @@ struct Vectors {
 
 // A token's inputs for two channels, as read.
 struct Raw {
-    __half2 r, k, v, rate, blend, gate, first;
-    float2 u;
+    __half2 r, k, v, a, v_mix, gate, v_first;
+    float2 w_raw;
     __device__ __forceinline__ void load(const WkvInputs& in, size_t at) {
         r = *reinterpret_cast<const __half2*>(in.r + at), k = *reinterpret_cast<const __half2*>(in.k + at);
-        v = *reinterpret_cast<const __half2*>(in.v + at), rate = *reinterpret_cast<const __half2*>(in.rate + at);
-        gate = *reinterpret_cast<const __half2*>(in.gate + at), u = load2(in.u + at);
-        if (in.blend) {
-            blend = *reinterpret_cast<const __half2*>(in.blend + at);
-            first = *reinterpret_cast<const __half2*>(in.first_value + at);
+        v = *reinterpret_cast<const __half2*>(in.v + at), a = *reinterpret_cast<const __half2*>(in.a + at);
+        gate = *reinterpret_cast<const __half2*>(in.gate + at), w_raw = load2(in.w_raw + at);
+        if (in.v_mix) {
+            v_mix = *reinterpret_cast<const __half2*>(in.v_mix + at);
+            v_first = *reinterpret_cast<const __half2*>(in.v_first + at);
         }
     }
 };
 
 // What the recurrence reads of a token of one head. The vectors over keys lie as the lanes want them: see Keys::place.
 struct alignas(16) Token {
-    float removal[HEAD], kept[HEAD], decay[HEAD], inserted[HEAD], key[HEAD], value[HEAD];  // kept = w r, inserted = a rate
+    float kk[HEAD], kept[HEAD], decay[HEAD], inserted[HEAD], key[HEAD], value[HEAD];  // kept = w r, inserted = kk a
     float2 by_r;  // inserted . r, key . r
 };
 
@@ -131,23 +131,23 @@ __device__ __forceinline__ void pick(const float* vector, float (&v)[KEYS]) {
 template <class State>
 __device__ __forceinline__ Finish prepare(const Raw& raw, const Vectors& of, const WkvInputs& in, size_t at, Token& token) {
     const int i = threadIdx.x % LANES, to = Keys<State>::place(2 * i);
-    const float2 r = __half22float2(raw.r), k = __half22float2(raw.k), rate = __half22float2(raw.rate);
+    const float2 r = __half22float2(raw.r), k = __half22float2(raw.k), a = __half22float2(raw.a);
     float2 v = __half22float2(raw.v);
-    if (in.blend) {
-        const float2 blend = __half22float2(raw.blend), first = __half22float2(raw.first);
-        v.x = fmaf(blend.x, first.x - v.x, v.x), v.y = fmaf(blend.y, first.y - v.y, v.y);
+    if (in.v_mix) {
+        const float2 v_mix = __half22float2(raw.v_mix), v_first = __half22float2(raw.v_first);
+        v.x = fmaf(v_mix.x, v_first.x - v.x, v.x), v.y = fmaf(v_mix.y, v_first.y - v.y, v.y);
     } else {
-        store2(in.first_value + at, v);
+        store2(in.v_first + at, v);
     }
-    const float2 w = make_float2(decay(raw.u.x), decay(raw.u.y));
-    float2 removal = k * of.k_k;
-    const float2 key = make_float2(k.x * fmaf(rate.x - 1.f, of.k_a.x, 1.f), k.y * fmaf(rate.y - 1.f, of.k_a.y, 1.f));
-    const float squares = lane_sum(dot(removal, removal)), bonus = lane_sum(dot(r * of.r_k, key));
-    float2 by_r = make_float2(lane_sum(dot(removal * rate, r)), lane_sum(dot(key, r)));
+    const float2 w = make_float2(decay(raw.w_raw.x), decay(raw.w_raw.y));
+    float2 kk = k * of.k_k;
+    const float2 key = make_float2(k.x * fmaf(a.x - 1.f, of.k_a.x, 1.f), k.y * fmaf(a.y - 1.f, of.k_a.y, 1.f));
+    const float squares = lane_sum(dot(kk, kk)), bonus = lane_sum(dot(r * of.r_k, key));
+    float2 by_r = make_float2(lane_sum(dot(kk * a, r)), lane_sum(dot(key, r)));
     const float norm = rsqrtf(fmaxf(squares, 1e-24f));
-    removal.x *= norm, removal.y *= norm, by_r.x *= norm;
-    const float2 inserted = removal * rate;
-    store2(token.removal + to, removal), store2(token.kept + to, w * r), store2(token.decay + to, w);
+    kk.x *= norm, kk.y *= norm, by_r.x *= norm;
+    const float2 inserted = kk * a;
+    store2(token.kk + to, kk), store2(token.kept + to, w * r), store2(token.decay + to, w);
     store2(token.inserted + to, inserted), store2(token.key + to, key), store2(token.value + 2 * i, v);
     if (i == 0) token.by_r = by_r;
     return Finish{make_float2(bonus * v.x, bonus * v.y), __half22float2(raw.gate)};
@@ -172,13 +172,13 @@ __device__ __forceinline__ float dot(const float (&a)[KEYS], const float (&b)[KE
 // A warp takes its rows of a state, ROWS a lane from `value` on, through one token, and gives its outputs.
 template <class State, int ROWS>
 __device__ __forceinline__ void advance(const Keys<State> (&keys)[ROWS], State* to, int value, const Token& token, Outputs& y) {
-    float removal[KEYS], kept[KEYS], removed[ROWS];
-    pick(token.removal, removal), pick(token.kept, kept);
+    float kk[KEYS], kept[KEYS], removed[ROWS];
+    pick(token.kk, kk), pick(token.kept, kept);
 #pragma unroll
     for (int m = 0; m < ROWS; m++) {
         float s[KEYS];
         keys[m].unpack(s);
-        removed[m] = group_sum(dot(s, removal));
+        removed[m] = group_sum(dot(s, kk));
         const float stayed = group_sum(dot(s, kept));
         const float v = token.value[value + m * BAND];
         if (threadIdx.x % GROUP == 0)
@@ -197,17 +197,17 @@ __device__ __forceinline__ void advance(const Keys<State> (&keys)[ROWS], State* 
     }
 }
 
-// One token for each row; a block takes one head of a row, each of its WARPS a band of the state. `settled`: the kernel before
+// One token for each row; a block takes one head of a row, each of its WARPS a band of the state. `inputs_ready`: the kernel before
 // this one started after states and slots had been written, so they can be read while it runs.
 template <class State, int WARPS>
 __global__ void __launch_bounds__(WARPS* LANES, 32 / WARPS) wkv_decode_kernel(
-        WkvInputs in, State* state, const int64_t* slots, int heads, bool settled) {
+        WkvInputs in, State* state, const int64_t* slots, int heads, bool inputs_ready) {
     constexpr int ROWS = HEAD / (WARPS * BAND);  // of a lane
     __shared__ Token token;
     __shared__ Outputs y;
     const int head = blockIdx.x % heads, row = blockIdx.x / heads, warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     release_next();
-    if (!settled) wait_for_previous();
+    if (!inputs_ready) wait_for_previous();
     const int64_t slot = slots[row];
     const int value = warp * ROWS * BAND + lane / GROUP;  // the lane's rows: value, value + BAND, ...
     State* at = state + ((slot * heads + head) * HEAD + value) * HEAD;
@@ -275,10 +275,10 @@ __global__ void __launch_bounds__(WARPS* LANES, 24 / WARPS) wkv_scan_kernel(
         const int count = min(STAGE, last - begin);
         for (int t = 0; t < count; t++) {
             const Token& token = tokens[t];
-            float removal[KEYS], kept[KEYS], w[KEYS], inserted[KEYS], key[KEYS], removed[ROWS], stayed[ROWS];
-            pick(token.removal, removal), pick(token.kept, kept);
+            float kk[KEYS], kept[KEYS], w[KEYS], inserted[KEYS], key[KEYS], removed[ROWS], stayed[ROWS];
+            pick(token.kk, kk), pick(token.kept, kept);
 #pragma unroll
-            for (int m = 0; m < ROWS; m++) removed[m] = dot(s[m], removal), stayed[m] = dot(s[m], kept);
+            for (int m = 0; m < ROWS; m++) removed[m] = dot(s[m], kk), stayed[m] = dot(s[m], kept);
 #pragma unroll
             for (int m = 0; m < ROWS; m++) removed[m] = group_sum(removed[m]), stayed[m] = group_sum(stayed[m]);
             pick(token.decay, w), pick(token.inserted, inserted), pick(token.key, key);
@@ -304,15 +304,15 @@ __global__ void __launch_bounds__(WARPS* LANES, 24 / WARPS) wkv_scan_kernel(
 
 template <class State>
 static cudaError_t decode(
-        const WkvInputs& in, void* state, const int64_t* slots, int rows, int heads, bool settled, int overlap,
+        const WkvInputs& in, void* state, const int64_t* slots, int rows, int heads, bool inputs_ready, int overlap,
         cudaStream_t stream) {
     constexpr int FEW_BLOCKS = 512, WARPS = 4;  // few blocks are quicker with more warps each; the results are the same
     const Launch how = {dim3(rows * heads), dim3(WARPS * LANES), stream, overlap};
     if (rows * heads > FEW_BLOCKS)
-        return start(wkv_decode_kernel<State, WARPS>, how, in, static_cast<State*>(state), slots, heads, settled);
+        return start(wkv_decode_kernel<State, WARPS>, how, in, static_cast<State*>(state), slots, heads, inputs_ready);
     Launch few = how;
     few.block.x *= 2;
-    return start(wkv_decode_kernel<State, 2 * WARPS>, few, in, static_cast<State*>(state), slots, heads, settled);
+    return start(wkv_decode_kernel<State, 2 * WARPS>, few, in, static_cast<State*>(state), slots, heads, inputs_ready);
 }
 
 template <class State>
@@ -326,23 +326,23 @@ static cudaError_t prefill(const WkvInputs& in, void* state, const int32_t* star
 }  // namespace rwkv
 
 // type: of the state, rwkv::FP16 or rwkv::FP32.
-RWKV_EXPORT int rwkv_wkv_decode(const __half* r, const __half* k, const __half* v, const float* u, const __half* rate,
-        const __half* blend, const __half* gate, __half* first_value, const float* k_k, const float* k_a, const float* r_k,
+RWKV_EXPORT int rwkv_wkv_decode(const __half* r, const __half* k, const __half* v, const float* w_raw, const __half* a,
+        const __half* v_mix, const __half* gate, __half* v_first, const float* k_k, const float* k_a, const float* r_k,
         const float* norm_weight, const float* norm_bias, void* state, int type, const int64_t* slots, __half* out, int rows,
-        int heads, int settled, int overlap, cudaStream_t stream) {
-    const rwkv::WkvInputs in = {r, k, v, u, rate, blend, gate, first_value, k_k, k_a, r_k, norm_weight, norm_bias, out};
+        int heads, int inputs_ready, int overlap, cudaStream_t stream) {
+    const rwkv::WkvInputs in = {r, k, v, w_raw, a, v_mix, gate, v_first, k_k, k_a, r_k, norm_weight, norm_bias, out};
     switch (type) {
-        case rwkv::FP16: return rwkv::decode<__half>(in, state, slots, rows, heads, settled, overlap, stream);
-        case rwkv::FP32: return rwkv::decode<float>(in, state, slots, rows, heads, settled, overlap, stream);
+        case rwkv::FP16: return rwkv::decode<__half>(in, state, slots, rows, heads, inputs_ready, overlap, stream);
+        case rwkv::FP32: return rwkv::decode<float>(in, state, slots, rows, heads, inputs_ready, overlap, stream);
     }
     return cudaErrorInvalidValue;
 }
 
-RWKV_EXPORT int rwkv_wkv_scan(const __half* r, const __half* k, const __half* v, const float* u, const __half* rate,
-        const __half* blend, const __half* gate, __half* first_value, const float* k_k, const float* k_a, const float* r_k,
+RWKV_EXPORT int rwkv_wkv_scan(const __half* r, const __half* k, const __half* v, const float* w_raw, const __half* a,
+        const __half* v_mix, const __half* gate, __half* v_first, const float* k_k, const float* k_a, const float* r_k,
         const float* norm_weight, const float* norm_bias, void* state, int type, const int32_t* starts, const int64_t* slots,
         __half* out, int rows, int heads, int overlap, cudaStream_t stream) {
-    const rwkv::WkvInputs in = {r, k, v, u, rate, blend, gate, first_value, k_k, k_a, r_k, norm_weight, norm_bias, out};
+    const rwkv::WkvInputs in = {r, k, v, w_raw, a, v_mix, gate, v_first, k_k, k_a, r_k, norm_weight, norm_bias, out};
     switch (type) {
         case rwkv::FP16: return rwkv::prefill<__half>(in, state, starts, slots, rows, heads, overlap, stream);
         case rwkv::FP32: return rwkv::prefill<float>(in, state, starts, slots, rows, heads, overlap, stream);

@@ -9,12 +9,13 @@ constexpr int HEAD = 64;
 constexpr float LOG_DECAY_SCALE = -0.6065306597126334f;  // -exp(-0.5)
 constexpr float GROUP_NORM_EPS = 64e-5f;
 
-// Inputs of N tokens, [N, C] each, and a layer's vectors, [C] each. blend is null in layer 0, whose v becomes first_value.
+// Inputs of N tokens, [N, C] each, and a layer's vectors, [C] each: w_raw gives the decay, a is the in-context learning rate, v_mix
+// the share of the first layer's v in this one's; it is null in layer 0, whose v becomes v_first.
 struct WkvInputs {
     const __half *r, *k, *v;
-    const float* u;
-    const __half *rate, *blend, *gate;
-    __half* first_value;
+    const float* w_raw;
+    const __half *a, *v_mix, *gate;
+    __half* v_first;
     const float *k_k, *k_a, *r_k, *norm_weight, *norm_bias;
     __half* out;
 };
@@ -26,6 +27,6 @@ __device__ __forceinline__ void store2(float* p, float2 v) { *reinterpret_cast<f
 __device__ __forceinline__ float dot(float2 a, float2 b) { return fmaf(a.x, b.x, a.y * b.y); }
 __device__ __forceinline__ float2 operator*(float2 a, float2 b) { return make_float2(a.x * b.x, a.y * b.y); }
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
-__device__ __forceinline__ float decay(float u) { return __expf(LOG_DECAY_SCALE * sigmoid(u)); }
+__device__ __forceinline__ float decay(float w_raw) { return __expf(LOG_DECAY_SCALE * sigmoid(w_raw)); }
 
 }  // namespace rwkv

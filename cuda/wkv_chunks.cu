@@ -1,6 +1,6 @@
 // The wkv recurrence of whole prompts in matrix form, on tensor cores: 16 tokens at a time.
 //
-// With a = removal, b = -rate removal, G_i the decay from a chunk's start through token i, and S the state before the chunk,
+// With a = kk, b = -kk times the learning rate, G_i the decay from a chunk's start through token i, and S the state before it,
 //     u_i = S_{i-1} a_i = S (G_{i-1} a_i) + sum_{j<i} (u_j b_j + v_j k_j) . (G_{i-1} / G_j a_i)
 // is a unit lower triangular system for all u at once. Its inverse does not depend on S, so that a chunk becomes
 //     U = solved S^T,   Y = query S^T + within V,   S <- S diag(G) + U^T removed + V^T inserted
@@ -142,13 +142,13 @@ __device__ __forceinline__ float of_token(float each, int token) { return __shfl
 // neither decay nor key.
 __device__ __forceinline__ void take_in(const WkvInputs& in, uint32_t at, uint32_t width, int count, int channel, Chunk& chunk) {
     const int column = threadIdx.x % LANES * 2;
-    float2 through[CHUNK];  // u, then the logarithm to base 2 of the decay from the start through a token
-    __half2 k[CHUNK], rate[CHUNK], r[CHUNK];
+    float2 through[CHUNK];  // w_raw, then the logarithm to base 2 of the decay from the start through a token
+    __half2 k[CHUNK], a[CHUNK], r[CHUNK];
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) {  // without branches, which would wait for each token's loads
         const uint32_t here = at + min(t, count - 1) * width;
-        through[t] = load2(in.u + here);
-        k[t] = *reinterpret_cast<const __half2*>(in.k + here), rate[t] = *reinterpret_cast<const __half2*>(in.rate + here);
+        through[t] = load2(in.w_raw + here);
+        k[t] = *reinterpret_cast<const __half2*>(in.k + here), a[t] = *reinterpret_cast<const __half2*>(in.a + here);
         r[t] = *reinterpret_cast<const __half2*>(in.r + here);
     }
     const float2 k_k = load2(in.k_k + channel), k_a = load2(in.k_a + channel), r_k = load2(in.r_k + channel);
@@ -161,8 +161,8 @@ __device__ __forceinline__ void take_in(const WkvInputs& in, uint32_t at, uint32
         total.y = fmaf(scale, reciprocal(1.f + power_of_2(-LOG2_E * through[t].y)), total.y);
         through[t] = total;
         if (t >= count) k[t] = r[t] = __floats2half2_rn(0.f, 0.f);
-        const float2 removal = __half22float2(k[t]) * k_k;
-        each[t] = dot(removal, removal);
+        const float2 kk = __half22float2(k[t]) * k_k;
+        each[t] = dot(kk, kk);
     }
     const float norms = rsqrtf(fmaxf(sum_each(each), 1e-24f));
     const float2 middle = make_float2(total.x / 2, total.y / 2);
@@ -173,40 +173,40 @@ __device__ __forceinline__ void take_in(const WkvInputs& in, uint32_t at, uint32
         const float2 rise = make_float2(power_of_2(through[t].x - middle.x), power_of_2(through[t].y - middle.y));
         const float2 fall = make_float2(reciprocal(rise.x), reciprocal(rise.y));
         const float norm = of_token(norms, t);
-        const float2 plain = __half22float2(k[t]), rated = __half22float2(rate[t]), read = __half22float2(r[t]);
-        const float2 removal = make_float2(plain.x * k_k.x * norm, plain.y * k_k.y * norm);
-        const float2 key = make_float2(plain.x * fmaf(rated.x - 1.f, k_a.x, 1.f), plain.y * fmaf(rated.y - 1.f, k_a.y, 1.f));
+        const float2 plain = __half22float2(k[t]), rate = __half22float2(a[t]), read = __half22float2(r[t]);
+        const float2 kk = make_float2(plain.x * k_k.x * norm, plain.y * k_k.y * norm);
+        const float2 key = make_float2(plain.x * fmaf(rate.x - 1.f, k_a.x, 1.f), plain.y * fmaf(rate.y - 1.f, k_a.y, 1.f));
         const int to = wide_at(t, column);
-        store2(chunk.solved + to, removal * before);
+        store2(chunk.solved + to, kk * before);
         store_finite(chunk.query + to, read * rise);
-        store2(chunk.removed + to, make_float2(-removal.x * rated.x * fall.x, -removal.y * rated.y * fall.y));
+        store2(chunk.removed + to, make_float2(-kk.x * rate.x * fall.x, -kk.y * rate.y * fall.y));
         store_finite(chunk.inserted + to, key * fall);
         each[t] = dot(read * r_k, key);
         before = rise;
     }
     const float bonus = sum_each(each);
     if (threadIdx.x % 2 == 0) chunk.bonus[threadIdx.x % LANES / 2] = bonus;
-    __half2 v[CHUNK], blend[CHUNK], first[CHUNK];
+    __half2 v[CHUNK], v_mix[CHUNK], v_first[CHUNK];
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) {
         const uint32_t here = at + min(t, count - 1) * width;
         v[t] = *reinterpret_cast<const __half2*>(in.v + here);
-        blend[t] = *reinterpret_cast<const __half2*>((in.blend ? in.blend : in.v) + here);
-        first[t] = *reinterpret_cast<const __half2*>((in.blend ? in.first_value : in.v) + here);
+        v_mix[t] = *reinterpret_cast<const __half2*>((in.v_mix ? in.v_mix : in.v) + here);
+        v_first[t] = *reinterpret_cast<const __half2*>((in.v_mix ? in.v_first : in.v) + here);
     }
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) {
         float2 own = __half22float2(v[t]);
-        const float2 share = __half22float2(blend[t]), other = __half22float2(first[t]);  // in layer 0: v itself
+        const float2 share = __half22float2(v_mix[t]), other = __half22float2(v_first[t]);  // in layer 0: v itself
         own.x = fmaf(share.x, other.x - own.x, own.x), own.y = fmaf(share.y, other.y - own.y, own.y);
         if (t >= count) own = make_float2(0.f, 0.f);
         v[t] = __floats2half2_rn(own.x, own.y);
         *reinterpret_cast<__half2*>(chunk.value + wide_at(t, column)) = v[t];
     }
-    if (in.blend) return;
+    if (in.v_mix) return;
 #pragma unroll
     for (int t = 0; t < CHUNK; t++)
-        if (t < count) *reinterpret_cast<__half2*>(in.first_value + at + t * width) = v[t];
+        if (t < count) *reinterpret_cast<__half2*>(in.v_first + at + t * width) = v[t];
 }
 
 // Solve x = right + system x for the 16 columns of the identity and of `own`, one a lane; the columns, as halves, replace both.
@@ -322,12 +322,12 @@ __device__ __forceinline__ void scan(float (&s)[HEAD / 8][4], Chunk& chunk, int 
     }
     const uint4 v = left_turned(chunk.value, value);
     multiply(y, v, square_right_across(chunk.within));
-    const uint4 removal = as_left(u[0], u[1]);
+    const uint4 solution = as_left(u[0], u[1]);
 #pragma unroll
     for (int k = 0; k < HEAD / 16; k++) {
         const uint4 inserted = right_down(chunk.inserted, 16 * k), removed = right_down(chunk.removed, 16 * k);
         multiply(s[2 * k], v, inserted.x, inserted.y), multiply(s[2 * k + 1], v, inserted.z, inserted.w);
-        multiply(s[2 * k], removal, removed.x, removed.y), multiply(s[2 * k + 1], removal, removed.z, removed.w);
+        multiply(s[2 * k], solution, removed.x, removed.y), multiply(s[2 * k + 1], solution, removed.z, removed.w);
     }
 #pragma unroll
     for (int n = 0; n < HEAD / 8; n++)
@@ -466,11 +466,11 @@ static cudaError_t chunks(const WkvInputs& in, void* state, bool half_state, con
 }  // namespace rwkv
 
 // As rwkv_wkv_prefill. preparers: 4 or 8 warps that prepare; with 8, a block needs most of a multiprocessor's shared memory.
-RWKV_EXPORT int rwkv_wkv_chunks(const __half* r, const __half* k, const __half* v, const float* u, const __half* rate,
-        const __half* blend, const __half* gate, __half* first_value, const float* k_k, const float* k_a, const float* r_k,
+RWKV_EXPORT int rwkv_wkv_chunks(const __half* r, const __half* k, const __half* v, const float* w_raw, const __half* a,
+        const __half* v_mix, const __half* gate, __half* v_first, const float* k_k, const float* k_a, const float* r_k,
         const float* norm_weight, const float* norm_bias, void* state, int type, const int32_t* starts, const int64_t* slots,
         __half* out, int rows, int heads, int preparers, int overlap, cudaStream_t stream) {
-    const rwkv::WkvInputs in = {r, k, v, u, rate, blend, gate, first_value, k_k, k_a, r_k, norm_weight, norm_bias, out};
+    const rwkv::WkvInputs in = {r, k, v, w_raw, a, v_mix, gate, v_first, k_k, k_a, r_k, norm_weight, norm_bias, out};
     if (type != rwkv::FP16 && type != rwkv::FP32) return cudaErrorInvalidValue;
     switch (preparers) {
         case 4: return rwkv::chunks<4>(in, state, type == rwkv::FP16, starts, slots, rows, heads, overlap, stream);

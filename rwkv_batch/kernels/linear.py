@@ -1,4 +1,4 @@
-"""The products of cuda/linear.cu, grouped.cu and sparse.cu: few tokens, low-rank pairs, the sparse half of the channel mix.
+"""The products of cuda/gemv.cu, grouped.cu and sparse_ffn.cu: few tokens, low-rank pairs, the sparse half of the channel mix.
 
 N tokens, width C, feed-forward width F; operands and results are fp16 unless said otherwise, sums are fp32. A token's result
 depends neither on the other tokens nor on its place among them. Up to 16 tokens it does not depend on N either, and in
@@ -105,7 +105,7 @@ class Lora:
 
 
 class Linear:
-    """The kernels of cuda/linear.cu, grouped.cu and sparse.cu; ValueError, naming the argument, for tensors they cannot take.
+    """The kernels of cuda/gemv.cu, grouped.cu and sparse_ffn.cu; ValueError, naming the argument, for tensors they cannot take.
 
     pdl  programmatic dependent launch: a kernel may start, and fetch its weights, while the one before it in the stream ends;
          its weights must not be written by that one
@@ -119,11 +119,11 @@ class Linear:
         self.hopper = properties.major == 9
         self._gemv = launcher.bind("rwkv_gemv", *[POINTER] * 3, *[INT] * 6)
         self._project = launcher.bind("rwkv_project", *[POINTER] * 5, *[INT] * 7)
-        self._lora_down = launcher.bind("rwkv_low_rank_down", *[POINTER] * 3, *[INT] * 10)
-        self._lora_up = launcher.bind("rwkv_low_rank_up", *[POINTER] * 9, *[INT] * 9)
-        self._sparse_ffn = launcher.bind("rwkv_sparse_project", *[POINTER] * 3, *[INT] * 4)
-        self._masked_ffn = launcher.bind("rwkv_union_project", *[POINTER] * 4, *[INT] * 4)
-        self._build_active_mask = launcher.bind("rwkv_mark_units", *[POINTER] * 2, *[INT] * 3)
+        self._lora_down = launcher.bind("rwkv_lora_down", *[POINTER] * 3, *[INT] * 10)
+        self._lora_up = launcher.bind("rwkv_lora_up", *[POINTER] * 9, *[INT] * 9)
+        self._sparse_ffn = launcher.bind("rwkv_sparse_ffn", *[POINTER] * 3, *[INT] * 4)
+        self._masked_ffn = launcher.bind("rwkv_masked_ffn", *[POINTER] * 4, *[INT] * 4)
+        self._build_active_mask = launcher.bind("rwkv_build_active_mask", *[POINTER] * 2, *[INT] * 3)
         self._relu_square = launcher.bind("rwkv_relu_square", POINTER, INT, INT)
 
     def gemv(self, x: Tensor, weight: Tensor, out: Tensor, *, relu_square: bool = False) -> None:

@@ -1,4 +1,4 @@
-// The matrix products that no library does well: few tokens, and the low-rank pairs. Those of sparse tokens: sparse.cu.
+// The matrix products that no library does well: of few tokens, and with LoRA pairs. Those of sparse tokens: sparse_ffn.cu.
 //
 // All products are out[n, j] = activation(bias[j] + sum_k x[n, k] weight[j, k]) with fp16 operands and fp32 sums, several
 // matrices to a launch. Sums have a fixed order that depends on the shapes alone, so a token's result depends neither on the
@@ -6,7 +6,7 @@
 //
 //   stream_weights  up to 16 tokens, K up to 4096 (Hopper): bulk copies of weights keep the memory busy at all times
 //   few_ranks       up to 16 tokens, K up to 512
-//   many_tokens     more than 16 tokens (Hopper); low-rank pairs of many more: grouped.cu
+//   many_tokens     more than 16 tokens (Hopper); LoRA pairs of many more: grouped.cu
 //   few_tokens      all other cases
 //
 // Split sums are put together inside a cluster of blocks, in the order of their ranks. Devices without clusters do not split.
@@ -193,7 +193,8 @@ constexpr int PIECES = 4;                         // to a tile, at most
 constexpr int STAGE_BYTES = ROWS * PITCH;
 
 template <int HALVES, int STAGES>
-__global__ __launch_bounds__((WARPS + 1) * LANES, HALVES == 1 && STAGES * STAGE_BYTES < 110000 ? 2 : 1) void stream_weights(const __grid_constant__ Products all) {
+__global__ __launch_bounds__((WARPS + 1) * LANES, HALVES == 1 && STAGES * STAGE_BYTES < 110000 ? 2 : 1)  //
+    void stream_weights(const __grid_constant__ Products all) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) uint8_t ring[];
     __shared__ float2 parts[2][WARPS][HALVES][LANES];
@@ -466,15 +467,15 @@ int start_many(const Products& all, int splits, int overlap, void* stream) {
     return start(kernel, {grid, Shape::THREADS, cudaStream_t(stream), overlap, splits, Shape::BYTES}, all, splits);
 }
 
-constexpr int SMALL_DOWN = 128, SMALL_UP = 256;  // tokens up to which low_rank_down and _up have tiles of 64 rows
+constexpr int SMALL_DOWN = 128, SMALL_UP = 256;  // tokens up to which products with lora_down and lora_up have tiles of 64 rows
 
 // Rows of weights to a tile of the kernel that a number of tokens gets.
 int tile_rows(int num_tokens, int small) {
     return num_tokens <= MAX_FEW || !device().hopper ? ROWS : num_tokens <= small ? 64 : 128;
 }
 
-// How many blocks share the K of a low_rank_down tile.
-int down_splits(int num_tokens) { return num_tokens <= 512 ? 8 : num_tokens <= 1024 ? 4 : num_tokens <= 2048 ? 2 : 1; }
+// How many blocks share the K of a tile with lora_down.
+int lora_down_splits(int num_tokens) { return num_tokens <= 512 ? 8 : num_tokens <= 1024 ? 4 : num_tokens <= 2048 ? 2 : 1; }
 
 }  // namespace
 }  // namespace rwkv
@@ -494,26 +495,26 @@ RWKV_EXPORT int rwkv_gemv(const void* x, const void* weight, void* out, int prob
     return start_stream(all, overlap, stream);
 }
 
-// hidden [N, R] from mixed [6, N, C] and down [R, C]. tile, splits, blocks: of `start_grouped`; without a tile, as is best for
-// few tokens.
-RWKV_EXPORT int rwkv_low_rank_down(const void* mixed, const void* down, void* hidden, int num_tokens, int width, int rank_w,
-                                   int rank_a, int rank_v, int rank_g, int tile, int splits, int blocks, int overlap,
-                                   void* stream) {
+// hidden [N, R] from mixed [6, N, C] and lora_down [R, C]. tile, splits, blocks: of `start_grouped`; without a tile, as is best
+// for few tokens.
+RWKV_EXPORT int rwkv_lora_down(const void* mixed, const void* lora_down, void* hidden, int num_tokens, int width, int rank_w,
+                               int rank_a, int rank_v, int rank_g, int tile, int splits, int blocks, int overlap,
+                               void* stream) {
     Products all;
     all.num_tokens = num_tokens;
-    add_down(all, static_cast<const __half*>(mixed), static_cast<const __half*>(down), static_cast<__half*>(hidden), width,
-             {rank_w, rank_a, rank_v, rank_g}, tile ? GROUPED_ROWS : tile_rows(num_tokens, SMALL_DOWN));
+    add_lora_down(all, static_cast<const __half*>(mixed), static_cast<const __half*>(lora_down), static_cast<__half*>(hidden),
+                  width, {rank_w, rank_a, rank_v, rank_g}, tile ? GROUPED_ROWS : tile_rows(num_tokens, SMALL_DOWN));
     if (tile) return start_grouped(all, tile, splits, blocks, overlap, stream);
     if (num_tokens <= MAX_FEW) return start_stream(all, overlap, stream);
     if (!device().hopper) return start_few<WARPS>(all, overlap, stream);
-    splits = down_splits(num_tokens);
+    splits = lora_down_splits(num_tokens);
     if (num_tokens <= 64) return start_many<1, 1, 64, 8>(all, splits, overlap, stream);
     if (num_tokens <= SMALL_DOWN) return start_many<2, 1, 64, 4>(all, splits, overlap, stream);
     return start_many<2, 1, 128, 3>(all, splits, overlap, stream);
 }
 
-// rkv [3, N, C] and hidden [N, R] in one launch, N <= 16: mixed [6, N, C], weight [3, C, C], down [R, C].
-RWKV_EXPORT int rwkv_project(const void* mixed, const void* weight, const void* down, void* rkv, void* hidden, int num_tokens,
+// rkv [3, N, C] and hidden [N, R] in one launch, N <= 16: mixed [6, N, C], weight [3, C, C], lora_down [R, C].
+RWKV_EXPORT int rwkv_project(const void* mixed, const void* weight, const void* lora_down, void* rkv, void* hidden, int num_tokens,
                              int width, int rank_w, int rank_a, int rank_v, int rank_g, int overlap, void* stream) {
     if (num_tokens > MAX_FEW) return cudaErrorInvalidValue;
     Products all;
@@ -522,25 +523,27 @@ RWKV_EXPORT int rwkv_project(const void* mixed, const void* weight, const void* 
         all.add({static_cast<const __half*>(mixed) + i * num_tokens * width, static_cast<const __half*>(weight) + i * width * width,
                  nullptr, static_cast<__half*>(rkv) + i * num_tokens * width, width, width, width, width, NONE, false},
                 ROWS);
-    add_down(all, static_cast<const __half*>(mixed), static_cast<const __half*>(down), static_cast<__half*>(hidden), width,
-             {rank_w, rank_a, rank_v, rank_g}, ROWS);
+    add_lora_down(all, static_cast<const __half*>(mixed), static_cast<const __half*>(lora_down), static_cast<__half*>(hidden),
+                  width, {rank_w, rank_a, rank_v, rank_g}, ROWS);
     return start_stream(all, overlap, stream);
 }
 
-// u, rate, blend, gate [N, C] from hidden [N, R]; up holds [C, rank] of w, a, v, g one after another. tile, blocks: as above.
-RWKV_EXPORT int rwkv_low_rank_up(const void* hidden, const void* up, const void* w0, const void* a0, const void* v0, void* u,
-                                 void* rate, void* blend, void* gate, int num_tokens, int width, int rank_w, int rank_a, int rank_v,
-                                 int rank_g, int tile, int blocks, int overlap, void* stream) {
+// w_raw, a, v_mix, gate [N, C] from hidden [N, R]; lora_up holds [C, rank] of w, a, v, g one after another. tile, blocks: as
+// above.
+RWKV_EXPORT int rwkv_lora_up(const void* hidden, const void* lora_up, const void* w0, const void* a0, const void* v0,
+                             void* w_raw, void* a, void* v_mix, void* gate, int num_tokens, int width, int rank_w,
+                             int rank_a, int rank_v, int rank_g, int tile, int blocks, int overlap, void* stream) {
     const int longest = max(max(rank_w, rank_a), max(rank_v, rank_g));
     const bool short_sums = num_tokens <= MAX_FEW && longest <= MAX_RANK_STEPS * STEP;
     Products all;
     all.num_tokens = num_tokens;
-    add_up(all, static_cast<const __half*>(hidden), static_cast<const __half*>(up), {w0, a0, v0}, {u, rate, blend, gate}, width,
-           {rank_w, rank_a, rank_v, rank_g}, tile ? GROUPED_ROWS : short_sums ? ROWS * WARPS : tile_rows(num_tokens, SMALL_UP));
+    add_lora_up(all, static_cast<const __half*>(hidden), static_cast<const __half*>(lora_up), {w0, a0, v0},
+                {w_raw, a, v_mix, gate}, width, {rank_w, rank_a, rank_v, rank_g},
+                tile ? GROUPED_ROWS : short_sums ? ROWS * WARPS : tile_rows(num_tokens, SMALL_UP));
     if (tile) return start_grouped(all, tile, 1, blocks, overlap, stream);
     if (short_sums)
-        return start(num_tokens <= 8 ? few_ranks<1> : few_ranks<2>, {unsigned(all.tiles), WARPS * LANES, cudaStream_t(stream), overlap},
-                     all);
+        return start(num_tokens <= 8 ? few_ranks<1> : few_ranks<2>,
+                     {unsigned(all.tiles), WARPS * LANES, cudaStream_t(stream), overlap}, all);
     if (num_tokens <= MAX_FEW || !device().hopper) return start_few<1>(all, overlap, stream);
     if (num_tokens <= 64) return start_many<1, 1, 64, 4>(all, 1, overlap, stream);
     if (num_tokens <= SMALL_UP) return start_many<2, 1, 64, 4>(all, 1, overlap, stream);

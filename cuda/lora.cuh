@@ -1,9 +1,9 @@
-// Both halves of the low-rank pairs of up to 16 tokens, by thread blocks beside those of a larger product in the same launch
+// Both products with the LoRA pairs of up to 16 tokens, by thread blocks beside those of a larger product in the same launch
 // (`inputs` in gemm.cu), so that what they wait for passes while that one reads its weights.
 //
-// Every block has some tiles of 8 rows of the first halves, and of the second ones once all blocks have done with the first.
-// They meet at a counter; all of them must be running, which `inputs` sees to. Of the first halves, whose sums are long, each warp
-// has an eighth of k, and the warps' sums are added in their order; a tile of the second halves belongs to one warp. So the order
+// Every block has some tiles of 8 rows of lora_down, and of lora_up once all blocks have done with lora_down.
+// They meet at a counter; all of them must be running, which `inputs` sees to. Of lora_down, whose sums are long, each warp
+// has an eighth of k, and the warps' sums are added in their order; a tile of lora_up belongs to one warp. So the order
 // of all sums depends on the shapes alone.
 //
 // A lane's 16 bytes are eight values of k of one row; the fragments of two mma take four each. That permutes k, the same way for
@@ -17,12 +17,12 @@ namespace rwkv {
 
 constexpr int PAIR_WARPS = 8, PAIR_ROWS = 8;  // PAIR_ROWS: of weights, to a tile
 constexpr int PAIR_STEP = 32;                 // values of k that four lanes read with one 16-byte load each
-constexpr int PAIR_SLICE = 512;               // values of k of a warp's part of the first halves, at most, and ranks of a pair
-constexpr int PAIR_TILES = 3;                 // of the first halves, at once
+constexpr int PAIR_SLICE = 512;               // values of k of a warp's part of lora_down, at most, and ranks of a pair
+constexpr int PAIR_TILES = 3;                 // of lora_down, at once
 constexpr int PAIR_BATCH = 8;                 // steps whose x is on its way at once
 
 struct Pairs {
-    Products down, up;  // with tiles of PAIR_ROWS; `up` reads what `down` writes
+    Products lora_down, lora_up;  // with tiles of PAIR_ROWS; `lora_up` reads what `lora_down` writes
     const __half* hidden;
     unsigned long long* arrived;  // by how many blocks, ever; only launches with as many blocks count there
     int rank;                     // width of hidden
@@ -33,7 +33,7 @@ struct Pairs {
 __host__ __device__ constexpr int pair_pitch(int bytes) { return bytes | 64; }
 
 // Bytes of a block's shared memory: a stage for each warp and tile and all warps' sums, in whose place come hidden and then, in
-// two rooms for each warp, weights of the second halves.
+// two rooms for each warp, weights of lora_up.
 struct PairSpace {
     int stage, sums, hidden, room, total;
     __host__ __device__ PairSpace(int slice, int rank, int halves) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void multiply_eight(float (&sum)[4], const uint4 (&x)
     mma(sum, x[0].z, x[1].z, x[0].w, x[1].w, w.z, w.w);
 }
 
-// Some tiles of the second halves that a warp has asked for; four lanes know of one.
+// Some tiles of lora_up that a warp has asked for; four lanes know of one.
 struct Coming {
     int count;  // how many
     int item, row, offset;  // of this lane's: its product, first row, and place in the warp's room
@@ -62,20 +62,20 @@ struct Coming {
 };
 
 template <int HALVES>
-__device__ __forceinline__ void low_rank_pairs(const Pairs& pairs, int block, uint8_t* memory) {
+__device__ __forceinline__ void lora_pairs(const Pairs& pairs, int block, uint8_t* memory) {
     __shared__ uint64_t full[PAIR_WARPS][PAIR_TILES], come[PAIR_WARPS][2];
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, group = lane / 4, quarter = lane % 4;
     if (warp >= PAIR_WARPS) return;
     const auto sync = [] { sync_threads(1, PAIR_WARPS * LANES); };
-    const Products &down = pairs.down, &up = pairs.up;
-    const int num_tokens = down.num_tokens, slice = down.item[0].width / PAIR_WARPS;
+    const Products &lora_down = pairs.lora_down, &lora_up = pairs.lora_up;
+    const int num_tokens = lora_down.num_tokens, slice = lora_down.item[0].width / PAIR_WARPS;
     const PairSpace space(slice, pairs.rank, HALVES);
     if (lane < PAIR_TILES) init_barrier(&full[warp][lane], 1);
     if (lane < 2) init_barrier(&come[warp][lane], 1);
     publish_barriers();
     __syncwarp();
 
-    const int first = block * down.tiles / pairs.blocks, last = (block + 1) * down.tiles / pairs.blocks;
+    const int first = block * lora_down.tiles / pairs.blocks, last = (block + 1) * lora_down.tiles / pairs.blocks;
     const int pitch = pair_pitch(slice * 2);
     uint8_t* const stages = memory + warp * PAIR_TILES * space.stage;
     auto fetch_down = [&](int from) {
@@ -84,19 +84,19 @@ __device__ __forceinline__ void low_rank_pairs(const Pairs& pairs, int block, ui
         __syncwarp();
         const int t = lane / PAIR_ROWS, tile = from + t;
         if (t >= count) return;
-        const int i = down.of(tile), row = (tile - down.first_tile[i]) * PAIR_ROWS + lane % PAIR_ROWS;
-        copy_row(stages + t * space.stage + lane % PAIR_ROWS * pitch, down.item[i].weight + int64_t(row) * down.item[i].width + warp * slice,
-                 slice * 2, &full[warp][t]);
+        const int i = lora_down.of(tile), row = (tile - lora_down.first_tile[i]) * PAIR_ROWS + lane % PAIR_ROWS;
+        copy_row(stages + t * space.stage + lane % PAIR_ROWS * pitch,
+                 lora_down.item[i].weight + int64_t(row) * lora_down.item[i].width + warp * slice, slice * 2, &full[warp][t]);
     };
-    // The second halves are dealt out tile by tile, so that every block and warp gets its share of every pair.
+    // Tiles of lora_up are dealt out one by one, so that every block and warp gets its share of every pair.
     int next = block + warp * pairs.blocks;
     uint8_t* const rooms = memory + space.hidden + warp * 2 * space.room;
     auto fetch_up = [&](int side) {
         Coming c;
         const int tile = next + group * PAIR_WARPS * pairs.blocks;
-        c.item = up.of(min(tile, up.tiles - 1)), c.row = (tile - up.first_tile[c.item]) * PAIR_ROWS;
-        const Product& p = up.item[c.item];
-        const int bytes = tile < up.tiles ? PAIR_ROWS * p.width * 2 : space.room + 1;
+        c.item = lora_up.of(min(tile, lora_up.tiles - 1)), c.row = (tile - lora_up.first_tile[c.item]) * PAIR_ROWS;
+        const Product& p = lora_up.item[c.item];
+        const int bytes = tile < lora_up.tiles ? PAIR_ROWS * p.width * 2 : space.room + 1;
         int end = bytes;
 #pragma unroll
         for (int d = 4; d < LANES; d *= 2) {
@@ -132,10 +132,10 @@ __device__ __forceinline__ void low_rank_pairs(const Pairs& pairs, int block, ui
         float sum[PAIR_TILES][4] = {};
 #pragma unroll
         for (int t = 0; t < PAIR_TILES; t++) {
-            const Product& p = down.item[down.of(min(from + t, last - 1))];
+            const Product& p = lora_down.item[lora_down.of(min(from + t, last - 1))];
             x[t] = p.x + int64_t(group) * p.x_stride + warp * slice + 8 * quarter;
         }
-        const int64_t eight_tokens = int64_t(8) * down.item[0].x_stride;
+        const int64_t eight_tokens = int64_t(8) * lora_down.item[0].x_stride;
 #pragma unroll 1
         for (int k = 0; k < slice; k += PAIR_BATCH * PAIR_STEP) {
             uint4 v[PAIR_BATCH][2];
@@ -173,8 +173,8 @@ __device__ __forceinline__ void low_rank_pairs(const Pairs& pairs, int block, ui
                 const float2 part = sums[t][warp % HALVES][w][lane];
                 v[0] += part.x, v[1] += part.y;
             }
-            const int i = down.of(from + t);
-            store<2>(down.item[i], token, (from + t - down.first_tile[i]) * PAIR_ROWS + 2 * quarter, v);
+            const int i = lora_down.of(from + t);
+            store<2>(lora_down.item[i], token, (from + t - lora_down.first_tile[i]) * PAIR_ROWS + 2 * quarter, v);
         }
     }
 
@@ -205,7 +205,7 @@ __device__ __forceinline__ void low_rank_pairs(const Pairs& pairs, int block, ui
             wait(&come[warp][side], phase);
 #pragma unroll 1
             for (int j = 0; j < c.count; j++) {
-                const Product& p = up.item[__shfl_sync(ALL, c.item, j * 4)];
+                const Product& p = lora_up.item[__shfl_sync(ALL, c.item, j * 4)];
                 const int row = __shfl_sync(ALL, c.row, j * 4) + 2 * quarter, width = p.width;
                 const float2 bias{__shfl_sync(ALL, c.bias.x, j * 4 + quarter), __shfl_sync(ALL, c.bias.y, j * 4 + quarter)};
                 const uint8_t* const x = memory + group * hidden_pitch + (p.x - pairs.hidden) * 2 + quarter * 16;

@@ -1,9 +1,9 @@
 // The sparse half of the channel mix: out [N, C] = hidden [N, F] weight [F, C], where most units of hidden are off (zero) and
 // their rows of weights need not be read.
 //
-//   sparse_project  each token reads the rows that are on in it
-//   union_project   up to 16 tokens read the rows that are on in any of them, once (Hopper)
-//   mark_units      tells which those are, where the product that made hidden did not
+//   sparse_ffn         each token reads the rows that are on in it
+//   masked_ffn         up to 16 tokens read the rows that are on in any of them, once (Hopper)
+//   build_active_mask  tells which those are, where the product that made hidden did not
 //
 // In both products a token's result depends neither on the other tokens nor on how many there are. fp16 operands, fp32 sums in an
 // order that depends on the shapes alone; split sums are put together inside a cluster of blocks, in the order of their ranks.
@@ -29,7 +29,7 @@ __device__ __forceinline__ void send(float* to, float value, uint64_t* barrier, 
 // `lanes` lanes with 8 columns each, deal the list out among themselves.
 constexpr int SPARSE_THREADS = 512, SPARSE_WARPS = SPARSE_THREADS / LANES, AT_ONCE = 8;
 
-__global__ __launch_bounds__(SPARSE_THREADS, 2) void sparse_project(const __half* hidden, const __half* weight, __half* out,
+__global__ __launch_bounds__(SPARSE_THREADS, 2) void sparse_ffn(const __half* hidden, const __half* weight, __half* out,
                                                                     int num_tokens, int units, int width, int lanes, int splits) {
     __shared__ int2 list[4 * SPARSE_THREADS];  // of units that are on, each with its value as fp32 bits
     __shared__ int counts[SPARSE_WARPS];
@@ -145,24 +145,24 @@ __global__ __launch_bounds__(SPARSE_THREADS, 2) void sparse_project(const __half
 // multiplies all 32 on tensor cores: what lies in the ring for the other rows, weights too, meets zeros. So the sums are those of
 // the whole product, bit by bit, whichever rows are passed over.
 //
-// Which are on is told by `marks`, a bit for each unit, so rows are asked for long before the values of hidden, 256 times as
+// Which are on is told by `active_mask`, a bit for each unit, so rows are asked for long before the values of hidden, 256 times as
 // many, have come. The first stage is copied whole before either. The values come by the copy engine into a second ring, those of
 // two steps at a time: a warp's own loads would be served behind the rows that were asked for before.
 //
 // In each step of 32 units a lane has eight neighbouring ones of a token; the fragments of two mma take four each. That permutes
 // the units, the same way for both operands. Piece i of 16 bytes of a row in the ring lies at i ^ `turn_of` the row, so that the
 // eight rows of a fragment meet no bank twice.
-constexpr int UNION_WARPS = 8, UNITS = 32, COLUMNS = 64;
+constexpr int MASKED_WARPS = 8, UNITS = 32, COLUMNS = 64;
 constexpr int AHEAD = 4, RING = AHEAD + 1;  // steps that are on their way
 constexpr int PAIRS = 2;                    // of steps whose values of hidden are on their way
-constexpr int ROW_BYTES = COLUMNS * 2, STAGE_BYTES = UNITS * ROW_BYTES, RING_BYTES = UNION_WARPS * RING * STAGE_BYTES;
+constexpr int ROW_BYTES = COLUMNS * 2, STAGE_BYTES = UNITS * ROW_BYTES, RING_BYTES = MASKED_WARPS * RING * STAGE_BYTES;
 constexpr int PAIR_BYTES = 2 * UNITS * 2, SWIZZLE = 8 * PAIR_BYTES;  // of a token; after which the copy engine's swizzle repeats
-__host__ __device__ constexpr int values_bytes(int halves) { return UNION_WARPS * PAIRS * halves * SWIZZLE; }
+__host__ __device__ constexpr int values_bytes(int halves) { return MASKED_WARPS * PAIRS * halves * SWIZZLE; }
 constexpr int PART_PITCH = COLUMNS + 4;  // floats between the tokens of a warp's sums: no bank is met twice
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr int EARLY = 1;                // of those ahead, copied whole before the marks are known
-constexpr int ROUND = 2 * UNION_WARPS;  // steps of all warps in turn, two each
+constexpr int EARLY = 1;                // of those ahead, copied whole before the mask is known
+constexpr int ROUND = 2 * MASKED_WARPS;  // steps of all warps in turn, two each
 
 __device__ __forceinline__ void copy_if(uint32_t to, const __half* from, bool wanted) {
     asm volatile(
@@ -183,14 +183,14 @@ __device__ __forceinline__ int turn_of(int row) { return row / 8 * 2 + row % 2; 
 #endif
 
 template <int HALVES>
-__global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __grid_constant__ CUtensorMap hidden,
-                                                                        const uint32_t* marks, const __half* weight, __half* out,
+__global__ __launch_bounds__(MASKED_WARPS * LANES, 1) void masked_ffn(const __grid_constant__ CUtensorMap hidden,
+                                                                        const uint32_t* active_mask, const __half* weight, __half* out,
                                                                         int num_tokens, int units, int width, int splits) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr int TOKENS = 8 * HALVES;
     extern __shared__ uint8_t unaligned[];
     uint8_t* const memory = unaligned + (SWIZZLE - shared_address(unaligned) % SWIZZLE) % SWIZZLE;
-    __shared__ uint64_t complete, arrived[UNION_WARPS][PAIRS];
+    __shared__ uint64_t complete, arrived[MASKED_WARPS][PAIRS];
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, group = lane / 4, quarter = lane % 4;
     release_next();
     if (lane == 0) {
@@ -256,18 +256,18 @@ __global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __
         *reinterpret_cast<uint4*>(memory + warp * RING * STAGE_BYTES + i) = make_uint4(0, 0, 0, 0);
     __syncwarp();
     wait_for_previous();
-    // The marks of LANES steps, one for each lane; those after them are on their way.
-    auto marks_of = [&](int step) { return step + lane < count ? marks[begin + first_unit(step + lane) / UNITS] : 0u; };
-    uint32_t marked = marks_of(0), marked_next = marks_of(LANES);
+    // The mask's words of LANES steps, one for each lane; those after them are on their way.
+    auto words_of = [&](int step) { return step + lane < count ? active_mask[begin + first_unit(step + lane) / UNITS] : 0u; };
+    uint32_t word = words_of(0), word_next = words_of(LANES);
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) load(i);
 #pragma unroll
-    for (int i = EARLY; i < AHEAD; i++) copy(i, __shfl_sync(ALL, marked, i));
+    for (int i = EARLY; i < AHEAD; i++) copy(i, __shfl_sync(ALL, word, i));
 #pragma unroll 2
     for (int step = 0; step < count; step++) {
         const int coming = step + AHEAD;
-        if (coming % LANES == 0) marked = marked_next, marked_next = marks_of(coming + LANES);
-        copy(coming, __shfl_sync(ALL, marked, coming % LANES));
+        if (coming % LANES == 0) word = word_next, word_next = words_of(coming + LANES);
+        copy(coming, __shfl_sync(ALL, word, coming % LANES));
         asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD) : "memory");
         __syncwarp();
         multiply(step);
@@ -278,7 +278,7 @@ __global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __
     __syncthreads();
 
     // Add up the warps, then the blocks of the cluster, which get equal parts of the tokens.
-    float* const parts = reinterpret_cast<float*>(memory);  // [UNION_WARPS, TOKENS, PART_PITCH]
+    float* const parts = reinterpret_cast<float*>(memory);  // [MASKED_WARPS, TOKENS, PART_PITCH]
     // [TOKENS, COLUMNS] each; behind the rings, since other blocks may send while this one still multiplies
     float *const own = reinterpret_cast<float*>(memory + RING_BYTES + values_bytes(HALVES)), *const others = own + TOKENS * COLUMNS;
 #pragma unroll
@@ -289,11 +289,11 @@ __global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __
             for (int c = 0; c < 4; c++)
                 parts[(warp * TOKENS + 8 * n + 2 * quarter + c % 2) * PART_PITCH + 16 * m + group + c / 2 * 8] = sum[m][n][c];
     __syncthreads();
-    for (int i = threadIdx.x; i < TOKENS * COLUMNS / 4; i += UNION_WARPS * LANES) {
+    for (int i = threadIdx.x; i < TOKENS * COLUMNS / 4; i += MASKED_WARPS * LANES) {
         const float* from = parts + i / (COLUMNS / 4) * PART_PITCH + i % (COLUMNS / 4) * 4;
         float4 total = *reinterpret_cast<const float4*>(from);
 #pragma unroll
-        for (int w = 1; w < UNION_WARPS; w++) {
+        for (int w = 1; w < MASKED_WARPS; w++) {
             const float4 v = *reinterpret_cast<const float4*>(from + w * TOKENS * PART_PITCH);
             total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
         }
@@ -311,7 +311,7 @@ __global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __
         }
     }
     wait(&complete, 0);
-    for (int i = threadIdx.x; i < each / 4; i += UNION_WARPS * LANES) {
+    for (int i = threadIdx.x; i < each / 4; i += MASKED_WARPS * LANES) {
         float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
         for (int s = 0; s < splits; s++) {
             const float4 v = reinterpret_cast<const float4*>((s == rank ? own : others) + s * each)[i];
@@ -330,16 +330,17 @@ __global__ __launch_bounds__(UNION_WARPS * LANES, 1) void union_project(const __
 }
 
 // A thread looks at a unit of all tokens.
-constexpr int MARKING = 128;
-__global__ void __launch_bounds__(MARKING) mark_units(const __half* hidden, uint32_t* marks, int num_tokens, int units) {
-    const int unit = blockIdx.x * MARKING + threadIdx.x;
+constexpr int MASK_THREADS = 128;
+__global__ void __launch_bounds__(MASK_THREADS)
+    build_active_mask(const __half* hidden, uint32_t* active_mask, int num_tokens, int units) {
+    const int unit = blockIdx.x * MASK_THREADS + threadIdx.x;
     release_next();
     wait_for_previous();
     bool on = false;
     for (int token = 0; token < num_tokens && unit < units; token++)
         on |= (__half_as_ushort(hidden[int64_t(token) * units + unit]) & 0x7fff) != 0;
     const uint32_t word = __ballot_sync(ALL, on);
-    if (threadIdx.x % LANES == 0 && unit < units) marks[unit / LANES] = word;
+    if (threadIdx.x % LANES == 0 && unit < units) active_mask[unit / LANES] = word;
 }
 
 // How many clusters of so many blocks run at once, or an error as a negative number: where a group of multiprocessors has an odd
@@ -349,31 +350,33 @@ int clusters_at_once(int size, int bytes) {
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {unsigned(size), 1, 1};
-    const cudaLaunchConfig_t config = {dim3(size), dim3(UNION_WARPS * LANES), size_t(bytes), nullptr, &attribute, 1};
+    const cudaLaunchConfig_t config = {dim3(size), dim3(MASKED_WARPS * LANES), size_t(bytes), nullptr, &attribute, 1};
     int count = 0;
-    const cudaError_t error = cudaOccupancyMaxActiveClusters(&count, union_project<HALVES>, &config);
+    const cudaError_t error = cudaOccupancyMaxActiveClusters(&count, masked_ffn<HALVES>, &config);
     return error ? -int(error) : count;
 }
 
 template <int HALVES>
-cudaError_t start_union(const __half* hidden, const uint32_t* marks, const __half* weight, __half* out, int num_tokens, int units,
-                        int width, int overlap, void* stream) {
+cudaError_t start_masked(const __half* hidden, const uint32_t* active_mask, const __half* weight, __half* out, int num_tokens,
+                         int units, int width, int overlap, void* stream) {
     constexpr int TOKENS = 8 * HALVES, BYTES = SWIZZLE + RING_BYTES + values_bytes(HALVES) + 2 * TOKENS * COLUMNS * 4;
-    static_assert(UNION_WARPS * TOKENS * PART_PITCH * 4 <= RING_BYTES, "the warps' sums lie in their rings");
+    static_assert(MASKED_WARPS * TOKENS * PART_PITCH * 4 <= RING_BYTES, "the warps' sums lie in their rings");
     static_assert(RING_BYTES % SWIZZLE == 0, "values of hidden are copied to where the swizzle begins");
-    const auto kernel = union_project<HALVES>;
+    const auto kernel = masked_ffn<HALVES>;
     static const cudaError_t prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
     if (prepared) return prepared;
-    static const int room[] = {clusters_at_once<HALVES>(2, BYTES), clusters_at_once<HALVES>(4, BYTES), clusters_at_once<HALVES>(8, BYTES)};
-    const uint64_t row = 2 * uint64_t(units), sizes[] = {uint64_t(units), uint64_t(num_tokens), 1}, strides[] = {row, row * num_tokens};
+    static const int room[] = {clusters_at_once<HALVES>(2, BYTES), clusters_at_once<HALVES>(4, BYTES),
+                               clusters_at_once<HALVES>(8, BYTES)};
+    const uint64_t row = 2 * uint64_t(units);
+    const uint64_t sizes[] = {uint64_t(units), uint64_t(num_tokens), 1}, strides[] = {row, row * num_tokens};
     const uint32_t box[] = {2 * UNITS, TOKENS, 1};
     CUtensorMap map;
     if (const int error = describe_tensor(&map, hidden, 3, sizes, strides, box)) return cudaError_t(error);
     const int tiles = width / COLUMNS;
     int splits = 1;
     for (int i = 0; i < 3 && tiles <= room[i]; i++) splits *= 2;
-    return start(kernel, {unsigned(tiles * splits), UNION_WARPS * LANES, cudaStream_t(stream), overlap, splits, BYTES}, map, marks,
-                 weight, out, num_tokens, units, width, splits);
+    return start(kernel, {unsigned(tiles * splits), MASKED_WARPS * LANES, cudaStream_t(stream), overlap, splits, BYTES}, map,
+                 active_mask, weight, out, num_tokens, units, width, splits);
 }
 
 }  // namespace
@@ -382,31 +385,33 @@ cudaError_t start_union(const __half* hidden, const uint32_t* marks, const __hal
 using namespace rwkv;
 
 // out [N, C] = hidden [N, F] weight [F, C], F a multiple of 4, C of 64.
-RWKV_EXPORT int rwkv_sparse_project(const void* hidden, const void* weight, void* out, int num_tokens, int units, int width,
-                                    int overlap, void* stream) {
+RWKV_EXPORT int rwkv_sparse_ffn(const void* hidden, const void* weight, void* out, int num_tokens, int units, int width,
+                                int overlap, void* stream) {
     if (units % 4 || width % 64) return cudaErrorInvalidValue;
     int lanes = 32;  // as many as leave most multiprocessors with a block
     while (lanes > 8 && (width % (lanes * 8) || width / (lanes * 8) * CLUSTER < device().processors * 3 / 4)) lanes /= 2;
     const int splits = device().clusters ? CLUSTER : 1;
     const unsigned blocks = width / (lanes * 8) * num_tokens * splits;
-    return start(sparse_project, {blocks, SPARSE_THREADS, cudaStream_t(stream), overlap, splits}, static_cast<const __half*>(hidden),
+    return start(sparse_ffn, {blocks, SPARSE_THREADS, cudaStream_t(stream), overlap, splits}, static_cast<const __half*>(hidden),
                  static_cast<const __half*>(weight), static_cast<__half*>(out), num_tokens, units, width, lanes, splits);
 }
 
-// The same on Hopper, N <= 16, F a multiple of 32, C of 128. marks [F / 32] 32 bits: bit i of word w says whether unit 32 w + i is
-// on in some token; written by rwkv_gemm or rwkv_mark_units.
-RWKV_EXPORT int rwkv_union_project(const void* hidden, const void* marks, const void* weight, void* out, int num_tokens, int units,
-                                   int width, int overlap, void* stream) {
+// The same on Hopper, N <= 16, F a multiple of 32, C of 128. active_mask [F / 32] 32 bits: bit i of word w says whether unit
+// 32 w + i is on in some token; written by rwkv_gemm or rwkv_build_active_mask.
+RWKV_EXPORT int rwkv_masked_ffn(const void* hidden, const void* active_mask, const void* weight, void* out, int num_tokens,
+                                int units, int width, int overlap, void* stream) {
     if (!device().hopper) return cudaErrorNotSupported;
     if (num_tokens > 16 || units % UNITS || width % 128) return cudaErrorInvalidValue;
-    return (num_tokens <= 8 ? start_union<1> : start_union<2>)(
-        static_cast<const __half*>(hidden), static_cast<const uint32_t*>(marks), static_cast<const __half*>(weight),
+    return (num_tokens <= 8 ? start_masked<1> : start_masked<2>)(
+        static_cast<const __half*>(hidden), static_cast<const uint32_t*>(active_mask), static_cast<const __half*>(weight),
         static_cast<__half*>(out), num_tokens, units, width, overlap, stream);
 }
 
-// Those marks of hidden [N, F], F a multiple of 32.
-RWKV_EXPORT int rwkv_mark_units(const void* hidden, void* marks, int num_tokens, int units, int overlap, void* stream) {
+// That mask of hidden [N, F], F a multiple of 32.
+RWKV_EXPORT int rwkv_build_active_mask(const void* hidden, void* active_mask, int num_tokens, int units, int overlap,
+                                       void* stream) {
     if (units % LANES) return cudaErrorInvalidValue;
-    return start(mark_units, {unsigned((units + MARKING - 1) / MARKING), MARKING, cudaStream_t(stream), overlap},
-                 static_cast<const __half*>(hidden), static_cast<uint32_t*>(marks), num_tokens, units);
+    const unsigned blocks = (units + MASK_THREADS - 1) / MASK_THREADS;
+    return start(build_active_mask, {blocks, MASK_THREADS, cudaStream_t(stream), overlap}, static_cast<const __half*>(hidden),
+                 static_cast<uint32_t*>(active_mask), num_tokens, units);
 }
