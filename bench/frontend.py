@@ -198,7 +198,7 @@ client.tick = tick
 async def chat(request: Request):
     client.loop = asyncio.get_running_loop()
     body = validate(ContentsBody, parse(await request.body(), 64))
-    made = body.to_request("u%d" % id(request), config, lambda text: list(text.encode()))
+    made = body.to_request(body.checked_texts(config), "u%d" % id(request), config, lambda text: list(text.encode()))
     chunks, queue = Chunks(1, body.chunk_size), asyncio.Queue()
     def translate(event):
         if data := chunks.feed(event):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rwkv_batch.config import Config
 from rwkv_batch.errors import BatchTooLarge, InvalidRequest
@@ -29,7 +29,8 @@ MAX_NAME = 64  # characters of a client's own key that an error names
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 # Checking ends at the first wrong entry, for an error about each of millions takes gigabytes.
-Texts = Annotated[list[str], Field(fail_fast=True)]
+Names = Annotated[list[str], Field(fail_fast=True)]
+Texts = Annotated[Names, BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]  # one is a list of one
 Ids = Annotated[list[int], Field(fail_fast=True)]
 
 SLICE_BYTES = 2**17  # of a body that are looked at in one go: some milliseconds
@@ -110,9 +111,13 @@ class SamplingBody(Body):
             )
         return ids, texts
 
+    def most_tokens(self, config: Config) -> int:
+        """How many tokens one row may get."""
+        return self.max_tokens
+
     def check_limits(self, config: Config) -> None:
         """Raise InvalidRequest when more tokens are asked for than the server allows."""
-        if self.max_tokens > config.max_tokens_limit:
+        if self.most_tokens(config) > config.max_tokens_limit:
             raise InvalidRequest(f"max_tokens: at most {config.max_tokens_limit}", param="max_tokens")
 
 
@@ -137,11 +142,18 @@ class PromptsBody(SamplingBody):
         """The state to continue, None for routes without sessions. Raises InvalidRequest."""
         return None
 
-    def to_request(self, request_id: str, config: Config, encode: Callable[[str], list[int]]) -> Request:
-        """The engine's form of this body; tokenises, so it takes time for long texts. Raises InvalidRequest."""
+    def checked_texts(self, config: Config) -> list[str]:
+        """The prompts of a body that keeps to the limits; templates, so it takes time for long texts. Raises InvalidRequest."""
         self.check_limits(config)
         texts = self.texts()
         self.check_count(texts, config)
+        return texts
+
+    def to_request(self, texts: list[str], request_id: str, config: Config, encode: Callable[[str], list[int]]) -> Request:
+        """The engine's form of this body and its `checked_texts`; tokenises, so it takes time for long ones.
+
+        Raises InvalidRequest.
+        """
         stop_ids, stop_texts = self.stops(config)
         session = self.session(config)
         prompts = prompt_ids(texts, self.field, config, encode)
@@ -149,7 +161,7 @@ class PromptsBody(SamplingBody):
             id=request_id,
             prompts=[ids if ids == [END_ID] else [END_ID, *ids] for ids in prompts] if self.pad_zero else prompts,
             sampling=self.sampling(),
-            max_tokens=self.max_tokens,
+            max_tokens=self.most_tokens(config),
             stop_ids=stop_ids,
             stop_texts=stop_texts,
             loop=self.loop,
@@ -163,12 +175,6 @@ class ContentsBody(PromptsBody):
     """A body with raw prompts: native chat completions and its relatives."""
 
     contents: Texts = Field(default_factory=list)
-
-    @field_validator("contents", mode="before")
-    @classmethod
-    def one_is_a_list(cls, value: Any) -> Any:
-        """A bare text is a list of one."""
-        return [value] if isinstance(value, str) else value
 
     def texts(self) -> list[str]:
         """The prompts as they are."""

@@ -26,7 +26,8 @@ from sampling.reference import ReferenceSampler
 
 def request_of(kind, **body) -> Request:
     """The request of a body, tokens being bytes."""
-    return validate(kind, body).to_request("id", Config(), lambda text: list(text.encode()))
+    checked = validate(kind, body)
+    return checked.to_request(checked.checked_texts(Config()), "id", Config(), lambda text: list(text.encode()))
 
 
 def prompt_of(kind, **body) -> str:
@@ -127,8 +128,10 @@ def test_conversations_in_which_nobody_says_anything_are_refused():
     ],
 )
 def test_an_error_about_a_prompt_that_is_too_long_names_its_field(kind, body, field):
+    checked, config = validate(kind, body), Config(max_prompt_tokens=2)
+    texts = checked.checked_texts(config)
     with pytest.raises(InvalidRequest) as refused:
-        validate(kind, body).to_request("id", Config(max_prompt_tokens=2), list)
+        checked.to_request(texts, "id", config, list)
     assert (refused.value.param, refused.value.message.partition(":")[0]) == (field, field)
 
 
@@ -140,7 +143,7 @@ def test_an_error_about_what_is_counted_names_its_field():
     async def encode(texts, field):
         return prompt_ids(texts, field, Config(max_prompt_tokens=2), list)
 
-    call = SimpleNamespace(site=SimpleNamespace(encode=encode))
+    call = SimpleNamespace(site=SimpleNamespace(encode=encode), body_bytes=0)
     for body in ({"text": "abc"}, {"messages": [{"content": "abc"}]}, {"contents": ["abc"]}):
         call.body = body
         with pytest.raises(InvalidRequest) as refused:

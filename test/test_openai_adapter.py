@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,11 +20,11 @@ import quiet_robyn  # noqa: F401
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
 
 from routes.http.access import Secrets
-from routes.http.site import Site, error_document
+from routes.http.site import Call, Site, error_document
 from routes.openai.answers import ChatAnswer, CompletionAnswer
 from routes.openai.reasoning import Thought
 from routes.openai.responses import ResponseAnswer, ResponseBody
-from routes.openai.schemas import ChatBody, CompletionBody, read
+from routes.openai.schemas import ChatBody, CompletionBody, GenerationBody, read
 from routes.openai.tokens import detokenize, tokenize
 from rwkv_batch.config import Config, read_api_keys
 from rwkv_batch.errors import BatchTooLarge, InvalidRequest, Unauthorized, Unavailable, UsageError
@@ -37,7 +38,11 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 def to_request(kind, data: dict, config: Config = CONFIG) -> Request:
-    return read(kind, data).to_request("r", config, BYTES.ids)
+    return request_of(read(kind, data), config)
+
+
+def request_of(body: GenerationBody, config: Config = CONFIG, ids=BYTES.ids) -> Request:
+    return body.to_request(body.checked_texts(config), "r", config, ids)
 
 
 def chat(**fields) -> Request:
@@ -101,6 +106,9 @@ def test_stops_are_merged():
     assert chat(ignore_eos=True).stop_texts == []
     assert chat(ignore_eos=True, stop_tokens=["z"]).stop_texts == [b"z"]
     assert completion(suffix="c").stop_texts == [prompts.FIM_MARK.encode()]
+    assert completion(suffix="c", stop_tokens=["x"]).stop_texts == [b"x", prompts.FIM_MARK.encode()]
+    assert completion(suffix="c", stop_tokens=[]).stop_texts == [prompts.FIM_MARK.encode()]
+    assert completion(suffix="c", stop_tokens=["x"], ignore_eos=True).stop_texts == [b"x"]
     with pytest.raises(InvalidRequest, match="at most 64") as error:
         chat(stop=["x"] * 65)
     assert error.value.param == "stop"
@@ -150,7 +158,7 @@ def test_texts_and_ids_are_the_same_prompts_to_an_evaluation():
         return [world.encode(text) for text in texts]
 
     def answer_of(route, **fields) -> dict:
-        return json.loads(asyncio.run(route(SimpleNamespace(body=fields, config=CONFIG, site=site))).body)
+        return json.loads(asyncio.run(route(SimpleNamespace(body=fields, body_bytes=0, config=CONFIG, site=site))).body)
 
     site.loaded_tokenizer, site.encode = loaded, encoded
     ids = world.encode("The old bridge and the river.\n\n  Über 世界, done.\n" * 20)
@@ -158,7 +166,7 @@ def test_texts_and_ids_are_the_same_prompts_to_an_evaluation():
     for window in windows:
         text = answer_of(detokenize, tokens=window)["prompt"]
         assert answer_of(tokenize, prompt=text)["tokens"] == window
-        assert read(CompletionBody, {"prompt": text}).to_request("r", CONFIG, world.ids).prompts == [window]
+        assert request_of(read(CompletionBody, {"prompt": text}), ids=world.ids).prompts == [window]
     assert answer_of(detokenize, tokens=[97, 0, 98])["prompt"] == world.decode([97]) + "<|endoftext|>" + world.decode([98])
     templated = answer_of(tokenize, messages=[{"role": "user", "content": "<|endoftext|>"}])
     assert 0 not in templated["tokens"]
@@ -313,7 +321,7 @@ def test_responses_become_conversations():
     assert (branch.name, branch.keep, branch.must_exist) == ("resp_1", True, True)
     assert branch.kept_as not in (None, "resp_1")
     kept = read(ResponseBody, {"input": "hi", "own_id": "resp_1", "_own_id": "resp_1"})
-    assert kept.to_request("r", CONFIG, BYTES.ids).session.name == kept.own_id != "resp_1", "nobody chooses where it is kept"
+    assert request_of(kept).session.name == kept.own_id != "resp_1", "nobody chooses where it is kept"
     assert response(input="hi", max_output_tokens=3).max_tokens == 3
     assert response(input="hi").max_tokens == 1024
     for fields in (
@@ -409,6 +417,26 @@ def test_a_tokenizer_that_does_not_come_is_not_waited_for(tmp_path, monkeypatch)
         asyncio.run(site.encode(["ab"], "prompt"))
 
 
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_a_conversation_is_templated_once_and_a_long_one_not_on_the_event_loop(tmp_path, monkeypatch, size):
+    threads = []
+
+    def conversation(turns, tail: str) -> str:
+        threads.append(threading.get_ident())
+        return turns[-1].text[:5] + tail
+
+    monkeypatch.setattr(prompts, "conversation", conversation)
+    client = LoadingClient("ready")
+    figures = SimpleNamespace(observe=lambda number: None)
+    site = Site(CONFIG, client, SimpleNamespace(num_prompts=figures, max_tokens=figures), tmp_path)
+    client.on_info(EngineInfo(model="m", fingerprint="f" * 32, vocab_size=256))
+    call = Call(site, "POST", "/", {}, body_bytes=size)
+    request = asyncio.run(site.to_request(call, read(ChatBody, {"messages": [{"content": "a" * size}]})))
+    assert request.prompts
+    assert len(threads) == 1
+    assert (threads[0] == threading.get_ident()) == (size == 1)
+
+
 # --- answers ---
 
 
@@ -418,7 +446,7 @@ def answer_to(kind, body_kind, **fields):
     body = read(body_kind, {body_kind.field: asked[body_kind.field], **fields})
     site = SimpleNamespace(client=SimpleNamespace(info=EngineInfo(model="m", fingerprint="f" * 32)), tokenizer=BYTES)
     call = SimpleNamespace(id="id", site=site, config=CONFIG)
-    return kind(call, body, body.to_request("r", CONFIG, BYTES.ids))
+    return kind(call, body, request_of(body))
 
 
 def step(deltas=(), finishes=(), scores=()) -> Progress:

@@ -28,7 +28,8 @@ def encode(text: str) -> list[int]:
 
 def read(text: str | bytes, **limits) -> Request:
     data = text.encode() if isinstance(text, str) else text
-    return validate(ContentsBody, parse(data, Config())).to_request("id", Config(**limits), encode)
+    body, config = validate(ContentsBody, parse(data, Config())), Config(**limits)
+    return body.to_request(body.checked_texts(config), "id", config, encode)
 
 
 def refusal(text: str | bytes, **limits) -> InvalidRequest:

@@ -23,7 +23,8 @@ KEPT = Kept("s:3", 1, 3, 17, True)
 
 def request_of(kind=state.StateBody, **body) -> Request:
     """The request of a body, tokens being bytes."""
-    return validate(kind, body).to_request("id", Config(), lambda text: list(text.encode()))
+    checked = validate(kind, body)
+    return checked.to_request(checked.checked_texts(Config()), "id", Config(), lambda text: list(text.encode()))
 
 
 def test_the_session_of_a_turn():

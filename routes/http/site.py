@@ -31,6 +31,7 @@ from robyn.robyn import get_version
 from routes import schemas
 from routes.http.access import OWNER, READING, Pages, Secrets, hostname, in_headers, is_loopback, present
 from routes.http.connections import Cut, Hangups, Ledger, address
+from routes.http.off_loop import off_loop
 from rwkv_batch.config import Config
 from rwkv_batch.errors import (
     BatchTooLarge,
@@ -68,7 +69,6 @@ ASK_SECONDS = 5.0  # for an answer of the engine about its requests
 QUIET_SECONDS = 0.1  # an answer that wrote more recently finds out by itself
 FILE_BYTES = 65536  # what a session's file may hold beside the state
 LARGE_BODY_BYTES = 65536  # a smaller one is read in a millisecond
-OFF_LOOP_CHARACTERS = 65536  # longer texts are tokenised in a thread
 
 EXPOSED = "Retry-After, X-Request-Id, X-Should-Retry, X-Session-Version, Content-Disposition, WWW-Authenticate"
 NUDGE = object()
@@ -123,6 +123,7 @@ class Call:
     """One HTTP call as the routes see it.
 
     body   parsed JSON of a POST, checked for depth only; where a file is posted, what the URL gives behind ?
+    body_bytes  size of that JSON as it came
     file   the bytes of that file
     peer   address it came from, "" when that is not known
     token  what the URL gives as ?token=
@@ -140,6 +141,7 @@ class Call:
     token: str | None = None
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     body: dict[str, Any] = field(default_factory=dict)
+    body_bytes: int = 0
     file: bytes = b""
     params: dict[str, str] = field(default_factory=dict)
     nested: bool = False
@@ -276,22 +278,15 @@ class Site:
     async def encode(self, texts: list[str], field: str) -> list[list[int]]:
         """Tokens of each text, away from the event loop when they are long. Raises InvalidRequest, Unavailable, Overloaded."""
         self._check_room()
-        work = (texts, field, self.config, (await self.loaded_tokenizer()).ids)
-        if sum(map(len, texts)) > OFF_LOOP_CHARACTERS:
-            return await asyncio.to_thread(schemas.prompt_ids, *work)
-        return schemas.prompt_ids(*work)
+        encode = (await self.loaded_tokenizer()).ids
+        return await off_loop(sum(map(len, texts)), schemas.prompt_ids, texts, field, self.config, encode)
 
     async def to_request(self, call: Call, body: schemas.PromptsBody) -> Request:
         """Check and tokenise a body, away from the event loop when it is long. Raises InvalidRequest, Unavailable."""
-        body.check_limits(call.config)
-        texts = body.texts()
-        body.check_count(texts, call.config)
+        texts = await off_loop(call.body_bytes, body.checked_texts, call.config)
         self._check_room()
         encode = (await self.loaded_tokenizer()).ids
-        if sum(map(len, texts)) > OFF_LOOP_CHARACTERS:
-            request = await asyncio.to_thread(body.to_request, call.id, call.config, encode)
-        else:
-            request = body.to_request(call.id, call.config, encode)
+        request = await off_loop(sum(map(len, texts)), body.to_request, texts, call.id, call.config, encode)
         request = msgspec.structs.replace(request, namespace=call.namespace)
         call.num_prompts = request.num_rows
         call.prompt_tokens = sum(map(len, request.prompts))
@@ -648,7 +643,8 @@ async def json_body(call: Call, request: RobynRequest, *, public: bool, may_be_e
     before the rest takes memory. Raises TooLarge, InvalidRequest, Unauthorized.
     """
     site = call.site
-    if len(request.body) <= LARGE_BODY_BYTES:
+    call.body_bytes = len(request.body)
+    if call.body_bytes <= LARGE_BODY_BYTES:
         data = read_body(request, site.config.max_body_bytes)
         return {} if may_be_empty and not data else schemas.parse(data, site.config)
     async with site.large_bodies:

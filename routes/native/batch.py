@@ -4,8 +4,9 @@ import secrets
 import time
 from typing import Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
+from routes.http.off_loop import off_loop
 from routes.http.site import Answer, Call, Plain, json_reply
 from routes.native.chat import Document, reply_to, usage_of
 from routes.schemas import Body, ContentsBody, Messages, PromptsBody, Texts, validate
@@ -26,12 +27,6 @@ class BatchPromptsBody(PromptsBody):
     field: ClassVar[str] = "prompts"
     prompts: Texts = Field(default_factory=list)
     max_tokens: int = Field(100, ge=0, le=2**31 - 1)
-
-    @field_validator("prompts", mode="before")
-    @classmethod
-    def one_is_a_list(cls, value: Any) -> Any:
-        """A bare text is a list of one."""
-        return [value] if isinstance(value, str) else value
 
     def texts(self) -> list[str]:
         """The prompts as they are."""
@@ -87,12 +82,6 @@ class CountBody(Body):
     contents: Texts | None = None
     enable_think: bool = False
 
-    @field_validator("contents", mode="before")
-    @classmethod
-    def one_is_a_list(cls, value: Any) -> Any:
-        """A bare text is a list of one."""
-        return [value] if isinstance(value, str) else value
-
     def joined(self) -> tuple[str, str]:
         """The text whose tokens count, and the field it stands in. Raises InvalidRequest when there is none."""
         if self.text is not None:
@@ -116,7 +105,7 @@ async def completions(call: Call) -> Plain | Answer:
 
 async def tokens_count(call: Call) -> Plain:
     """How many tokens a text has."""
-    text, field = validate(CountBody, call.body).joined()
+    text, field = await off_loop(call.body_bytes, validate(CountBody, call.body).joined)
     try:
         (ids,) = await call.site.encode([text], field)
     except InvalidRequest as error:

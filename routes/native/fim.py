@@ -1,8 +1,8 @@
 """POST /FIM/v1/batch-FIM: the text between each prefix and its suffix."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from routes.http.site import Answer, Call, Plain
 from routes.native.chat import NATIVE_ID, reply_to
@@ -19,12 +19,6 @@ class FimBody(PromptsBody):
     prefix: Texts = Field(default_factory=list)
     suffix: Texts = Field(default_factory=list)
     stop_tokens: list[int | str] = Field(default_factory=list)
-
-    @field_validator("prefix", "suffix", mode="before")
-    @classmethod
-    def one_is_a_list(cls, value: Any) -> Any:
-        """A bare text is a list of one."""
-        return [value] if isinstance(value, str) else value
 
     def texts(self) -> list[str]:
         """One prompt for each pair. Raises InvalidRequest when one list is longer."""

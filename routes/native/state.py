@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from routes.http.site import DONE, Answer, Call, Plain, json_reply, sse
 from routes.native.chat import NATIVE_ID, Chunks, Document
@@ -127,12 +127,6 @@ class ForkBody(NamedBody):
 
     copies: Texts = Field(default_factory=list)
     version: int | None = Field(None, ge=1, le=MAX_ID)
-
-    @field_validator("copies", mode="before")
-    @classmethod
-    def one_is_a_list(cls, value: Any) -> Any:
-        """A bare name is a list of one."""
-        return [value] if isinstance(value, str) else value
 
     def names(self, config: Config) -> list[str]:
         """The names of the copies. Raises InvalidRequest."""

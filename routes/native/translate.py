@@ -8,9 +8,10 @@ import asyncio
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from routes.http.site import OFF_LOOP_CHARACTERS, Answer, Call, Plain, json_reply
+from routes.http.off_loop import off_loop
+from routes.http.site import Answer, Call, Plain, json_reply
 from routes.schemas import Body, Texts, validate
 from rwkv_batch.errors import EngineFailed, InvalidRequest, RwkvBatchError
 from rwkv_batch.ipc.channel import Event, error_of
@@ -43,12 +44,6 @@ class TranslateBody(Body):
     target_lang: str = Field(max_length=64)
     text_list: Texts
     placeholders: list[Annotated[str, Field(max_length=MAX_PLACEHOLDER)]] = Field(default_factory=list, fail_fast=True)
-
-    @field_validator("text_list", mode="before")
-    @classmethod
-    def one_is_a_list(cls, value: Any) -> Any:
-        """A bare text is a list of one."""
-        return [value] if isinstance(value, str) else value
 
 
 class TextsBody(TranslateBody):
@@ -164,8 +159,7 @@ class Work:
 
     async def texts(self, texts: list[tuple[str, str]]) -> list[str | RwkvBatchError]:
         """Translate texts, each with its language."""
-        long = sum(len(text) for text, _ in texts) > OFF_LOOP_CHARACTERS
-        parts, wanted = await asyncio.to_thread(self._cut, texts) if long else self._cut(texts)
+        parts, wanted = await off_loop(sum(len(text) for text, _ in texts), self._cut, texts)
         found = await self.paragraphs(list(dict.fromkeys(paragraph for row in wanted for paragraph in row if paragraph)))
         results: list[str | RwkvBatchError] = []
         for pieces, row in zip(parts, wanted, strict=True):

@@ -5,15 +5,16 @@ number of times until it is old (`--response-ttl-hours`) or there are too many (
 import time
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from routes.http.off_loop import off_loop
 from routes.http.site import Answer as Stream
 from routes.http.site import Call, Plain, dumps, error_document, json_reply
 from routes.openai.answers import Answer, new_id
 from routes.openai.chat import answer_with
 from routes.openai.schemas import NO_LIMIT, ChatMessage, GenerationBody, at_most, read
 from routes.openai.thinking import ThinkingFields
-from routes.schemas import MAX_ID, Texts
+from routes.schemas import MAX_ID, Names
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, NotFound, RwkvBatchError
 from rwkv_batch.ipc.channel import Event, error_of
@@ -59,7 +60,7 @@ class ResponseBody(GenerationBody, ThinkingFields):
     store: bool = True
     metadata: Annotated[dict[str, str], at_most(MAX_METADATA)] = Field(default_factory=dict)
     text: dict[str, Any] = Field(default_factory=dict)
-    include: Texts = Field(default_factory=list)
+    include: Names = Field(default_factory=list)
     background: bool = False
     top_logprobs: int = 0
     conversation: Any = None
@@ -76,6 +77,13 @@ class ResponseBody(GenerationBody, ThinkingFields):
         said = [item for item in items if not (isinstance(item, dict) and item.get("type") == "reasoning")]
         return [{"content": item} if isinstance(item, str) else item for item in said]
 
+    @model_validator(mode="after")
+    def take_output_limit(self) -> "ResponseBody":
+        """`max_output_tokens` is what responses call `max_tokens`."""
+        if self.max_output_tokens is not None:
+            self.max_tokens = self.max_output_tokens
+        return self
+
     @property
     def thought_asked_by(self) -> str:
         """The field that says most about thinking."""
@@ -88,8 +96,6 @@ class ResponseBody(GenerationBody, ThinkingFields):
 
     def check_limits(self, config: Config) -> None:
         """Raise InvalidRequest when more is asked for than the server allows, or than it can."""
-        if self.max_output_tokens is not None:
-            self.max_tokens = self.max_output_tokens
         super().check_limits(config)
         unsupported = {
             "n": self.n > 1,
@@ -254,8 +260,8 @@ async def count(call: Call) -> Plain:
     body = read(ResponseBody, call.body)
     if body.previous_response_id is not None:
         raise InvalidRequest("previous_response_id: only a first turn is counted", param="previous_response_id")
-    body.check_limits(call.config)
-    (ids,) = await call.site.encode(body.texts(), "input")
+    texts = await off_loop(call.body_bytes, body.checked_texts, call.config)
+    (ids,) = await call.site.encode(texts, "input")
     return json_reply({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 

@@ -227,12 +227,14 @@ class GenerationBody(PromptsBody):
         merged = self.model_copy(update={"stop_tokens": [*own, *self.stop, *self.stop_token_ids]})
         return super(GenerationBody, merged).stops(config)
 
+    def most_tokens(self, config: Config) -> int:
+        """See SamplingBody."""
+        return config.max_tokens_limit if self.max_tokens == NO_LIMIT else self.max_tokens
+
     def check_limits(self, config: Config) -> None:
         """Raise InvalidRequest when more is asked for than the server allows."""
-        if self.max_tokens == NO_LIMIT:
-            self.max_tokens = config.max_tokens_limit
         super().check_limits(config)
-        if self.min_tokens > self.max_tokens:
+        if self.min_tokens > self.most_tokens(config):
             raise InvalidRequest("min_tokens: not more than max_tokens", param="min_tokens")
         if len(self.logit_bias) > config.max_logit_bias:
             raise InvalidRequest(f"logit_bias: at most {config.max_logit_bias} entries", param="logit_bias")
@@ -245,9 +247,9 @@ class GenerationBody(PromptsBody):
         if len(texts) * self.n > config.max_prompts:
             raise BatchTooLarge(len(texts) * self.n, config.max_prompts, param="n")
 
-    def to_request(self, request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
+    def to_request(self, texts: list[Any], request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
         """The engine's form: `n` rows of each prompt."""
-        return msgspec.structs.replace(super().to_request(request_id, config, encode), copies=self.n)
+        return msgspec.structs.replace(super().to_request(texts, request_id, config, encode), copies=self.n)
 
 
 class ChatMessage(Message):
@@ -286,12 +288,6 @@ class Conversation(ThinkingFields):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(default_factory=list)
     contents: Texts = Field(default_factory=list)  # further user texts
     system: str = ""
-
-    @field_validator("contents", mode="before")
-    @classmethod
-    def one_is_a_list(cls, value: Any) -> Any:
-        """A bare text is a list of one."""
-        return [value] if isinstance(value, str) else value
 
     @property
     def thought_begun(self) -> str:
@@ -356,9 +352,9 @@ class ChatBody(GenerationBody, Conversation, ThoughtFields):
         """The state that the new messages continue."""
         return Session(name=session_name(self.session_id, config)) if self.session_id else None
 
-    def to_request(self, request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
+    def to_request(self, texts: list[Any], request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
         """The engine's form; tokens come one by one where a thought is told from the answer, so that they can be counted."""
-        request = super().to_request(request_id, config, encode)
+        request = super().to_request(texts, request_id, config, encode)
         return msgspec.structs.replace(request, chunk_size=1) if self.splits else request
 
 
@@ -404,10 +400,10 @@ class CompletionBody(GenerationBody):
         return [prompts.fill_in(prompt, self.suffix) for prompt in self.prompt]
 
     def stops(self, config: Config) -> tuple[list[int], list[bytes]]:
-        """All that end a row; a gap that is filled in ends at the mark that would begin the next one."""
+        """All that end a row; without `ignore_eos` a filled gap also ends at the mark that would begin the next one."""
         ids, texts = super().stops(config)
-        own = "stop_tokens" not in self.model_fields_set and self.suffix is not None and not self.ignore_eos
-        return ids, [*texts, prompts.FIM_MARK.encode()] if own else texts
+        at_mark = self.suffix is not None and not self.ignore_eos
+        return ids, [*texts, prompts.FIM_MARK.encode()] if at_mark else texts
 
     def check_limits(self, config: Config) -> None:
         """Raise InvalidRequest when more is asked for than the server allows."""
@@ -417,14 +413,14 @@ class CompletionBody(GenerationBody):
         if self.suffix is not None and self.echo and self.logprobs is not None:
             raise InvalidRequest("logprobs: not of a prompt with a suffix", param="logprobs")
 
-    def to_request(self, request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
+    def to_request(self, texts: list[Any], request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
         """The engine's form; a prompt that comes back with its log-probabilities is fed whole."""
 
         def encode_raw(prompt: str | list[int]) -> list[int]:
             ends, rest = split_ends(prompt) if isinstance(prompt, str) else ([], prompt)
             return ends + encode(rest)
 
-        request = super().to_request(request_id, config, encode_raw)
+        request = super().to_request(texts, request_id, config, encode_raw)
         if not self.echo or self.logprobs is None:
             return request
         return msgspec.structs.replace(request, prompt_logprobs=self.logprobs, cache=False)

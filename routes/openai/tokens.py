@@ -2,6 +2,7 @@
 
 from pydantic import Field
 
+from routes.http.off_loop import off_loop
 from routes.http.site import Call, Plain, json_reply
 from routes.openai.answers import Vocabulary
 from routes.openai.schemas import END_TEXT, Conversation, read, split_ends
@@ -38,7 +39,7 @@ class TemplateBody(Body, Conversation):
 async def tokenize(call: Call) -> Plain:
     """POST tokenize: the ids of a text, as completions would be fed it."""
     body = read(TokenizeBody, call.body)
-    ids, text = body.text()
+    ids, text = await off_loop(call.body_bytes, body.text)
     if text:
         ids += (await call.site.encode([text], "prompt"))[0]
     if len(ids) > call.config.max_prompt_tokens:
@@ -86,4 +87,5 @@ async def tokenizer_info(call: Call) -> Plain:
 
 async def apply_template(call: Call) -> Plain:
     """POST apply_template: the prompt that a conversation becomes."""
-    return json_reply({"prompt": read(TemplateBody, call.body).templated()})
+    prompt = await off_loop(call.body_bytes, read(TemplateBody, call.body).templated)
+    return json_reply({"prompt": prompt})
