@@ -1,7 +1,7 @@
 """Rule "sequential" with FlashInfer's filters, for those who want exactly theirs. Optional: requirements-cuda.txt.
 
 FlashInfer only cuts: its filters, top_k and then top_p inside it, say which columns of a sequential row are kept. The kernel of
-`rapid.py` does the rest, the draw with its Philox numbers included; so seeds hold, and a captured graph draws anew in every
+`kernel.py` does the rest, the draw with its Philox numbers included; so seeds hold, and a captured graph draws anew in every
 replay. FlashInfer compiles its filters at first use (about a minute): `warm` does that, before anything is served.
 """
 

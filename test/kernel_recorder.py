@@ -13,6 +13,7 @@ import torch
 
 from rwkv_batch.kernels import ops as kernel_ops
 from rwkv_batch.kernels.launch import INT, POINTER, Launcher
+from sampling.kernel import SampleArgs
 
 NUM_SMS = 132  # of an H200
 NOT_SUPPORTED = 801
@@ -75,6 +76,8 @@ class Library:
         self._recorder = recorder
         self._hopper = hopper
         self.rwkv_gemm_map = Describe(recorder)
+        self.rwkv_sample_args_size = Answer(ctypes.sizeof(SampleArgs))
+        self.rwkv_sample_method = Answer(0)
 
     def __getattr__(self, name: str) -> Function:
         function = Function(name, self._recorder)
@@ -83,6 +86,18 @@ class Library:
 
     def rwkv_gemm_setup(self) -> int:
         return 0 if self._hopper else NOT_SUPPORTED
+
+
+class Answer:
+    """A C function that launches nothing."""
+
+    def __init__(self, value: int):
+        self.value = value
+        self.argtypes: tuple = ()
+        self.restype = None
+
+    def __call__(self, *arguments) -> int:
+        return self.value
 
 
 class Describe:
