@@ -27,7 +27,7 @@ import torch
 
 from rwkv_batch import __version__
 from rwkv_batch.kernels.compiler import library
-from sampling.kernel import RapidSampler
+from sampling.kernel import KernelSampler
 from sampling.params import SamplingParams
 
 BATCHES = (1, 64, 320, 960)
@@ -90,7 +90,7 @@ def microseconds(calls: list[Callable]) -> float:
 def ours(sets: list[torch.Tensor], controls: dict, penalized: bool) -> float:
     """One step of the kernel."""
     batch, columns = sets[0].shape
-    sampler = RapidSampler(batch, torch.arange(columns), "cuda", library(0))
+    sampler = KernelSampler(batch, torch.arange(columns), "cuda", library(0))
     penalty = {"alpha_presence": 1.0, "alpha_frequency": 0.1} if penalized else {"alpha_presence": 0, "alpha_frequency": 0}
     slots = list(range(batch))
     sampler.start_many(slots, [SamplingParams(**controls, **penalty, seed=i) for i in slots], [0] * batch)

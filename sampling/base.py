@@ -28,25 +28,25 @@ from torch import Tensor
 from sampling.params import SamplingParams
 
 RULES = ("joint", "sequential", "gumbel", "noise")  # the codes in Controls.rule
-END = 0  # the end token
+EOS_ID = 0  # the end token
 NEVER = 1 << 62  # a step that no sequence reaches
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 MIN_TOP_P = 1e-9  # below every possible largest probability, so that anything less means the same and would only underflow
 REJECTION_FROM = 0.25  # a row with this top_p or more and no top_k is drawn until a draw is kept: at most four times on average
 
-Way = Literal["greedy", "plain", "rejection", "joint", "sequential", "noisy"]
+Method = Literal["greedy", "plain", "rejection", "joint", "sequential", "perturbed"]
 
 
 class Needs(NamedTuple):
     """What a slot's rows need, known on the host, so that a step skips the rest without asking the device.
 
-    way        how the token is found: the largest logit; a draw from the whole softmax; such draws until top_p keeps one (rule
+    method     how the token is found: the largest logit; a draw from the whole softmax; such draws until top_p keeps one (rule
                "joint" by top_p alone); a draw behind one of the two filters; the largest logit after noise (rules "gumbel" and
                "noise")
     logprobs   None, or how many of the most likely tokens to report
     """
 
-    way: Way = "greedy"
+    method: Method = "greedy"
     penalized: bool = False
     biased: bool = False
     end_masked: bool = False
@@ -169,7 +169,7 @@ class Controls:
             "penalized": params.penalized,
             "first_end": first_end,
         }
-        return controls, bias, Needs(self._way(params), params.penalized, bool(bias), first_end > 0, params.logprobs)
+        return controls, bias, Needs(self._method(params), params.penalized, bool(bias), first_end > 0, params.logprobs)
 
     def _copied(self, values: Sequence, dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
@@ -178,15 +178,15 @@ class Controls:
         return params.top_k if 0 < params.top_k <= self.num_columns else self.num_columns
 
     def _first_end(self, params: SamplingParams) -> int:
-        if self._ids[0] != END:
+        if self._ids[0] != EOS_ID:
             return 0
         return NEVER if params.ignore_eos else max(params.min_tokens, 0)
 
-    def _way(self, params: SamplingParams) -> Way:
+    def _method(self, params: SamplingParams) -> Method:
         if params.greedy:
             return "greedy"
         if params.rule in ("gumbel", "noise"):
-            return "noisy"
+            return "perturbed"
         if self._top_k(params) == self.num_columns:
             if _top_p(params) == torch.inf:
                 return "plain"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sampling import flashinfer
 from sampling.base import Sampler
-from sampling.kernel import RapidSampler
+from sampling.kernel import KernelSampler
 from sampling.params import SamplingParams
 from sampling.reference import ReferenceSampler
 
@@ -29,7 +29,7 @@ STEPS, COLUMNS = 24, 5003
 SHARE = 0.9  # of the ids that must agree: a draw at the border between two columns may fall on either side
 
 
-def choose(
+def make_sampler(
     name: str,
     num_slots: int,
     ids: Tensor,
@@ -44,7 +44,7 @@ def choose(
     Args:
         name: auto, rapid, flashinfer or reference. auto is rapid where there is a library. Where FlashInfer is missing rapid
             runs, and the log says so
-        num_slots, ids, device, library, last_ids, max_bias: see `RapidSampler`; without a library reference runs
+        num_slots, ids, device, library, last_ids, max_bias: see `KernelSampler`; without a library reference runs
     """
     if name == "reference" or library is None:
         if name in ("rapid", "flashinfer"):
@@ -58,7 +58,7 @@ def choose(
             sampler.warm()
             return sampler
         log.warning("--sampler flashinfer: %s: the rapid sampler runs", reason)
-    return RapidSampler(num_slots, ids, device, library, last_ids=last_ids, max_bias=max_bias)
+    return KernelSampler(num_slots, ids, device, library, last_ids=last_ids, max_bias=max_bias)
 
 
 @torch.inference_mode()
@@ -72,7 +72,7 @@ def check(device: torch.device | str, library: ctypes.CDLL) -> list[str]:
     slots = torch.tensor(slot_list, device=device)
     generator = torch.Generator().manual_seed(1)
     results = []
-    for sampler in (ReferenceSampler(len(params), ids, device), RapidSampler(len(params), ids, device, library)):
+    for sampler in (ReferenceSampler(len(params), ids, device), KernelSampler(len(params), ids, device, library)):
         generator.manual_seed(1)
         sampler.start_many(slot_list, params, slot_list)
         steps = []

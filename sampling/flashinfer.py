@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sampling.base import Sampled
-from sampling.kernel import RapidSampler
+from sampling.kernel import KernelSampler
 from sampling.params import SamplingParams
 
 
@@ -23,8 +23,8 @@ def missing() -> str | None:
     return None
 
 
-class FlashInferSampler(RapidSampler):
-    """`RapidSampler`, but sequential rows are filtered by FlashInfer. Arguments as there."""
+class FlashInferSampler(KernelSampler):
+    """`KernelSampler`, but sequential rows are filtered by FlashInfer. Arguments as there."""
 
     def __init__(self, num_slots: int, ids: Tensor, *args, allowed: Tensor | None = None, **options):
         super().__init__(num_slots, ids, *args, allowed=allowed, **options)
@@ -56,7 +56,7 @@ class FlashInferSampler(RapidSampler):
         self._method.index_copy_(0, index, plain)
 
     def launch(self, logits: Tensor, slots: Tensor, **options) -> Sampled:
-        """See `RapidSampler.launch`."""
+        """See `KernelSampler.launch`."""
         safe = slots.clamp(min=0)
         x = self._adjusted(logits, safe) / self.controls.temperature.index_select(0, safe)[:, None]
         q = x.softmax(-1)

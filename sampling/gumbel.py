@@ -19,7 +19,9 @@ def gumbel(u: Tensor) -> Tensor:
     return (-u.log()).clamp_(min=MIN_EXPONENTIAL).log().neg_()
 
 
-def noisy_argmax(x: Tensor, largest_noise: Tensor, lift: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def perturbed_argmax(
+    x: Tensor, largest_noise: Tensor, lift: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
     """Return the column of the largest x after noise [R] int64, ties to the lowest, and the largest x [R].
 
     Noise is evaluated where it can matter only: first on a few of the best columns, then on all that the most noise would lift

@@ -55,7 +55,7 @@ class SampleArgs(ctypes.Structure):
     )
 
 
-class RapidSampler:
+class KernelSampler:
     """The `Sampler` of `base.py` as a kernel.
 
     Args:
@@ -124,7 +124,7 @@ class RapidSampler:
             raise ValueError(f"logit_bias: {max(lengths)} entries, room is for {self._max_bias}")
         self.controls.start_many(slots, params, choices)
         needs = [self.controls.needs[slot] for slot in slots]
-        names = [p.rule if need.way == "noisy" else need.way for need, p in zip(needs, params, strict=True)]
+        names = [p.rule if need.method == "perturbed" else need.method for need, p in zip(needs, params, strict=True)]
         methods = [self._codes[name] for name in names]
         index = torch.tensor(slots).to(self.device, non_blocking=True)
         for target, values in ((self._method, methods), (self._num_bias, lengths)):

@@ -32,8 +32,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sampling.base import END, RULES, Controls, Needs, Sampled
-from sampling.gumbel import MAX_GUMBEL, gumbel, noisy_argmax
+from sampling.base import EOS_ID, RULES, Controls, Needs, Sampled
+from sampling.gumbel import MAX_GUMBEL, gumbel, perturbed_argmax
 from sampling.params import SamplingParams
 from sampling.philox import MASK, philox, uniform
 
@@ -89,7 +89,7 @@ class ReferenceSampler:
             self._add_hits(penalties, at(columns, index), at(slots, index))
         self.controls.advance(slots, slot_list)
 
-        sampled = Sampled(torch.where(finite, at(self.ids, columns), END), finite)
+        sampled = Sampled(torch.where(finite, at(self.ids, columns), EOS_ID), finite)
         return (
             with_logprobs(self.ids, sampled, biased, columns, needs) if any(n.logprobs is not None for n in needs) else sampled
         )
@@ -104,37 +104,37 @@ class ReferenceSampler:
         controls.penalties.index_copy_(0, slots, penalties)
 
     def _find_columns(self, z: Tensor, slots: Tensor, slot_list: Sequence[int], needs: list[Needs]) -> tuple[Tensor, Tensor]:
-        """Return each row's column [B] int64 and whether the row is finite [B] bool; each way runs once, on all its rows."""
+        """Return each row's column [B] int64 and whether the row is finite [B] bool; each method runs once, on all its rows."""
         groups: dict[str, list[int]] = {}
         for row, need in enumerate(needs):
-            groups.setdefault(need.way, []).append(row)
+            groups.setdefault(need.method, []).append(row)
         if len(groups) == 1:
             return self._find(next(iter(groups)), z, slots, slot_list)
         columns = torch.empty_like(slots)
         finite = torch.empty_like(slots, dtype=torch.bool)
-        for way, rows in groups.items():
+        for method, rows in groups.items():
             index = self._index(rows)
-            part_columns, part_finite = self._find(way, at(z, index), at(slots, index), [slot_list[row] for row in rows])
+            part_columns, part_finite = self._find(method, at(z, index), at(slots, index), [slot_list[row] for row in rows])
             columns.index_copy_(0, index, part_columns)
             finite.index_copy_(0, index, part_finite)
         return columns, finite
 
-    def _find(self, way: str, z: Tensor, slots: Tensor, slot_list: Sequence[int]) -> tuple[Tensor, Tensor]:
-        if way == "greedy":
+    def _find(self, method: str, z: Tensor, slots: Tensor, slot_list: Sequence[int]) -> tuple[Tensor, Tensor]:
+        if method == "greedy":
             return self._greedy(z)
-        if way == "noisy":
-            return self._noisy(z, slots)
+        if method == "perturbed":
+            return self._perturbed(z, slots)
         q = self._tempered(z, slots).softmax(-1)
         numbers = self._draw_numbers(slots, slot_list)
         u = numbers[:, 0, :1]
         finite = ~q[:, 0].isnan()  # one NaN, one +inf or nothing but -inf makes the whole row NaN
-        if way == "plain":
+        if method == "plain":
             return draw_plain(q, u), finite
         top_p = at(self.controls.top_p, slots)[:, None]
-        if way == "rejection":
+        if method == "rejection":
             return self._draw_by_rejection(q, top_p, numbers, finite, slots), finite
         top_k = at(self.controls.top_k, slots).long()[:, None]
-        return draw_filtered(q, top_k, top_p, u, joint_cut if way == "joint" else sequential_cut), finite
+        return draw_filtered(q, top_k, top_p, u, joint_cut if method == "joint" else sequential_cut), finite
 
     def _draw_by_rejection(self, q: Tensor, top_p: Tensor, numbers: Tensor, finite: Tensor, slots: Tensor) -> Tensor:
         """Return the first candidate of each row that top_p keeps [R] int64; `numbers` are those of the first ones."""
@@ -159,7 +159,7 @@ class ReferenceSampler:
         best, columns = z.max(-1)  # the first of equal ones; NaN wins over all
         return columns, best.isfinite()
 
-    def _noisy(self, z: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def _perturbed(self, z: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         controls = self.controls
         is_gumbel, noise = at(controls.rule, slots) == GUMBEL, at(controls.noise, slots)
 
@@ -167,7 +167,7 @@ class ReferenceSampler:
             u = self._column_numbers(at(slots, rows), at(self.ids, columns))
             return values + torch.where(at(is_gumbel, rows), gumbel(u), at(noise, rows) * u)
 
-        columns, largest = noisy_argmax(self._tempered(z, slots), torch.where(is_gumbel, MAX_GUMBEL, noise), lift)
+        columns, largest = perturbed_argmax(self._tempered(z, slots), torch.where(is_gumbel, MAX_GUMBEL, noise), lift)
         return columns, largest.isfinite()
 
     def _tempered(self, z: Tensor, slots: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from rwkv_batch.kernels.compiler import library
-from sampling.kernel import RapidSampler
+from sampling.kernel import KernelSampler
 from sampling.params import SamplingParams
 
 CONTROLS = [
@@ -50,7 +50,7 @@ def launch(copies: int, num_columns: int, stride: int, types: Sequence[torch.dty
     allowed = torch.rand(num_columns, generator=torch.Generator().manual_seed(1)) < 0.9
     allowed[5] = True
     for dtype, mask in itertools.product(types, (allowed, None)):
-        sampler = RapidSampler(num_rows, torch.arange(num_columns), "cuda", lib, allowed=mask)
+        sampler = KernelSampler(num_rows, torch.arange(num_columns), "cuda", lib, allowed=mask)
         sampler.start_many(list(range(num_rows)), params, [0] * num_rows)
         for scale in (3.0, 0.0):  # of noise, and all equal
             logits = (torch.randn(num_rows, stride, device="cuda") * scale).to(dtype)[:, :num_columns]

@@ -20,7 +20,7 @@ from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weights import ModelShape
 from rwkv_batch.request import Request
-from sampling.kernel import RapidSampler
+from sampling.kernel import KernelSampler
 from sampling.params import SamplingParams
 
 
@@ -124,10 +124,10 @@ def test_sizes_are_what_is_allocated(monkeypatch):
     state = State(shape, 5, wkv_dtype=torch.float16)
     assert State.num_bytes(shape, 5, wkv_dtype=torch.float16) == state.shift.nbytes + state.wkv.nbytes
     launcher, _ = make_launcher(monkeypatch)
-    sampler = RapidSampler(5, torch.arange(vocab), cpu, launcher.library, max_bias=9)
+    sampler = KernelSampler(5, torch.arange(vocab), cpu, launcher.library, max_bias=9)
     padding = 5 * 7 * 4  # what rows of penalties are longer than the view of them
     own = nbytes(sampler, sampler.controls) - sampler.ids.nbytes
-    assert RapidSampler.num_bytes(5, vocab, 9) == own + padding
+    assert KernelSampler.num_bytes(5, vocab, 9) == own + padding
     lora = Lora.of(random_weights(SHAPES["wide ranks"]).layers[1])
     assert Lora.num_bytes(random_weights(SHAPES["wide ranks"]).shape) == lora.down.nbytes + lora.up.nbytes
 

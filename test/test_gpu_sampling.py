@@ -19,13 +19,13 @@ def rapid():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     from rwkv_batch.kernels.compiler import library
-    from sampling.kernel import RapidSampler
+    from sampling.kernel import KernelSampler
 
     lib = library(0)
 
     def make(num_slots, ids, **options):
         ids = torch.arange(ids) if isinstance(ids, int) else ids
-        return RapidSampler(num_slots, ids, "cuda:0", lib, **options)
+        return KernelSampler(num_slots, ids, "cuda:0", lib, **options)
 
     return make
 
@@ -525,7 +525,7 @@ def test_flashinfer_keeps_what_the_kernel_keeps():
     logits = [(torch.randn(num_rows, num_columns, generator=generator, device="cuda") * 3).half() for _ in range(steps)]
     ids = []
     for name in ("rapid", "flashinfer"):
-        sampler = factory.choose(name, num_rows, torch.arange(num_columns), "cuda:0", library(0))
+        sampler = factory.make_sampler(name, num_rows, torch.arange(num_columns), "cuda:0", library(0))
         slots = start(sampler, params)
         static = logits[0].clone()
         sampler.launch(static, slots)

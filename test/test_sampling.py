@@ -10,7 +10,7 @@ import torch
 
 from sampling import flashinfer
 from sampling.base import NEVER, Controls, Sampled
-from sampling.factory import choose
+from sampling.factory import make_sampler
 from sampling.params import SamplingParams
 from sampling.philox import philox, uniform
 from sampling.reference import (
@@ -146,7 +146,7 @@ def filter_weights(rule: str, q: torch.Tensor, top_k: int, top_p: float) -> tupl
     num_columns = q.shape[1]
     controls = Controls(1, torch.arange(num_columns), "cpu")
     controls.start(0, unpenalized(rule=rule, top_k=top_k, top_p=top_p), 0)
-    if controls.needs[0].way == "plain":
+    if controls.needs[0].method == "plain":
         return q[0].double().numpy(), []
     results = {}
     for size in (64, 512, 4096, num_columns):
@@ -363,7 +363,7 @@ def test_only_a_large_top_p_alone_rejects_draws():
         ({"top_k": 0, "top_p": 1.0}, "plain"),
     ]
     sampler = started([unpenalized(**controls) for controls, _ in cases], 300)
-    assert [need.way for need in sampler.controls.needs] == [way for _, way in cases]
+    assert [need.method for need in sampler.controls.needs] == [method for _, method in cases]
 
 
 @pytest.mark.parametrize("case", range(len(REJECTED)))
@@ -704,7 +704,7 @@ def test_shapes_are_checked():
 
 @pytest.mark.parametrize("name", ["auto", "rapid", "flashinfer", "reference"])
 def test_without_kernels_the_reference_runs_and_says_so(name, caplog):
-    sampler = choose(name, 2, torch.arange(10), "cpu")
+    sampler = make_sampler(name, 2, torch.arange(10), "cpu")
     assert isinstance(sampler, ReferenceSampler)
     assert [name in record.message for record in caplog.records] == ([True] if name in ("rapid", "flashinfer") else [])
 

@@ -44,7 +44,7 @@ from rwkv_batch.sessions.pool import StatePool
 from rwkv_batch.sessions.state_file import StateFile
 from rwkv_batch.text.tokenizer import Tokenizer, for_vocab
 from sampling.base import GraphSampler
-from sampling.factory import choose
+from sampling.factory import make_sampler
 
 log = logging.getLogger("rwkv_batch.engine")
 
@@ -205,7 +205,7 @@ def build_engine(
         state = State(weights.shape, num_slots, wkv_dtype=wkv_dtype, device=device)
         mode = config.compile or (COMPILE_MODE if config.ops == "compile" else None)
         ops = compiled_ops(mode) if mode else reference_ops
-        sampler = choose(config.sampler, num_slots, weights.output_ids, device)
+        sampler = make_sampler(config.sampler, num_slots, weights.output_ids, device)
         return Engine(model_of(weights, ops, "compile" if mode else "reference"), sampler, state)
     launcher = Launcher(library, device)
     limits = {"max_tokens": max(max_tokens, num_slots), "max_rows": num_slots + SCORED_TOKENS}
@@ -214,7 +214,7 @@ def build_engine(
         raise UsageError(f"--ops kernels: wrong results on this card from {', '.join(failing)}", param="ops")
     fill = None if self_check.FILL in failing else StateFill(launcher)
     state = State(weights.shape, num_slots, shift_dtype=torch.float16, wkv_dtype=wkv_dtype, device=device, fill=fill)
-    sampler = choose(
+    sampler = make_sampler(
         "reference" if self_check.SAMPLER in failing else config.sampler,
         num_slots,
         weights.output_ids,

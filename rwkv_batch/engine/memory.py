@@ -17,7 +17,7 @@ from rwkv_batch.kernels.ops import Buffers
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weights import ModelShape
 from rwkv_batch.scheduling.plan import SCORED_TOKENS
-from sampling.kernel import RapidSampler
+from sampling.kernel import KernelSampler
 
 log = logging.getLogger("rwkv_batch.engine")
 
@@ -110,7 +110,7 @@ def kept_bytes(shape: ModelShape, wkv_dtype: torch.dtype, sessions: int, limit: 
 def sampling_bytes(shape: ModelShape, max_logit_bias: int) -> int:
     """Bytes of a slot's logits and sampling controls."""
     logits = Buffers.num_bytes(shape, max_tokens=0, max_rows=1) - Buffers.num_bytes(shape, max_tokens=0, max_rows=0)
-    return logits + RapidSampler.num_bytes(1, shape.vocab_size, max_logit_bias)
+    return logits + KernelSampler.num_bytes(1, shape.vocab_size, max_logit_bias)
 
 
 def free_memory(device: torch.device) -> int:
