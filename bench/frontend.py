@@ -174,9 +174,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from unittest import mock
 with mock.patch.object(sys, "argv", ["x"]):
-    from routes.chat import Chunks
+    from routes.native.chat import Chunks
     from routes.schemas import ContentsBody, parse, validate
-from rwkv_batch.channel import EngineClient, Ticket
+from rwkv_batch.ipc.client import EngineClient, Ticket
 from rwkv_batch.config import Config
 
 app, config, pending = FastAPI(), Config(), []

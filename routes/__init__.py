@@ -1,10 +1,6 @@
 """The table of routes: what answers where, and what needs no password."""
 
-from collections import defaultdict
 from typing import NamedTuple
-
-from robyn import Robyn
-from robyn.robyn import HttpMethod
 
 from routes import admin, page
 from routes.http import site as http
@@ -87,30 +83,3 @@ ROUTES = [
     Route("GET", "/", admin.index, access="open"),  # its JSON form asks for the password itself
     *(Route("GET", f"/web/{name}", page.handler(name), access="open") for name in page.FILES),
 ]
-
-METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "TRACE"]
-
-
-def register(app: Robyn, site: http.Site) -> None:
-    """Give Robyn the table, HEAD beside every GET, OPTIONS everywhere, and an answer of ours for all the rest."""
-    methods_by_path: dict[str, list[str]] = defaultdict(list)
-    for route in ROUTES:
-        for method in [route.method, "HEAD"] if route.method == "GET" else [route.method]:
-            methods_by_path[route.path].append(method)
-            reads = "nothing" if method != "POST" else "file" if route.takes_file else "json"
-            handler = http.endpoint(
-                site, route.handler, access=route.access, form=route.form, reads=reads, may_be_empty=route.may_be_empty
-            )
-            add(app, method, route.path, handler)
-    others = http.endpoint(site, http.unknown(dict(methods_by_path)), access="open")
-    preflight = http.endpoint(site, http.preflight, access="open")
-    for path in ("/", "/*rest"):
-        add(app, "OPTIONS", path, preflight)
-        for method in METHODS:
-            if path != "/" or method not in methods_by_path["/"]:
-                add(app, method, path, others)
-
-
-def add(app: Robyn, method: str, path: str, handler: object) -> None:
-    """Register one handler."""
-    app.add_route(getattr(HttpMethod, method), path, handler)

@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from rwkv_batch import errors
+from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.session_messages import Kept, Session
 from sampling.params import SamplingParams
 
@@ -115,6 +117,21 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
     param: str | None = None
     code: str | None = None
     retry_after: float | None = None
+
+    @classmethod
+    def of(cls, request_id: str, error: RwkvBatchError) -> "Failure":
+        """A designed error as a message."""
+        return cls(request_id, type(error).__name__, error.message, error.param, error.code, error.retry_after)
+
+    def exception(self) -> RwkvBatchError:
+        """The error that this message carries; EngineFailed for a class that is not in `errors`."""
+        kind = getattr(errors, self.error, None)
+        if not (isinstance(kind, type) and issubclass(kind, RwkvBatchError)):
+            kind = errors.EngineFailed
+        return kind(self.message, param=self.param, code=self.code, retry_after=self.retry_after)
+
+
+Event = Progress | Failure
 
 
 class Sequence:

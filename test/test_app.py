@@ -8,19 +8,29 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import quiet_robyn  # noqa: F401
 from models import ROOT
 
-import app
+from routes.process import tune_listener
 from rwkv_batch.config import Config
 from rwkv_batch.errors import UsageError
+from rwkv_batch.server import claims, engine_process, supervisor
+from rwkv_batch.server.child import Child
+from rwkv_batch.server.control import BEAT_SECONDS
+from rwkv_batch.server.exit_codes import EXIT_CRASHES, EXIT_ENGINE
+from rwkv_batch.server.supervisor import Supervisor
+
+PROGRAM = [sys.executable, str(ROOT / "app.py")]
 
 DYING = """
-import threading, time, app
-threading.excepthook = app.end_with_thread
+import threading, time
+from rwkv_batch.server import control
+threading.excepthook = control.end_with_thread
 threading.Thread(target=lambda: [][0]).start()
 time.sleep(60)
 """
@@ -29,13 +39,13 @@ time.sleep(60)
 def test_a_dead_thread_ends_its_process():
     """Nobody else would notice that the channel or the storage has stopped."""
     ended = subprocess.run([sys.executable, "-c", DYING], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
-    assert ended.returncode == app.EXIT_ENGINE
+    assert ended.returncode == EXIT_ENGINE
     assert "IndexError" in ended.stderr
 
 
 def test_a_child_that_dies_at_birth_is_found_dead_later(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", lambda command, *, stdin, **more: stdin.close())
-    child = app.Child("http", 0, Config(), Path("/nowhere"))
+    child = Child(PROGRAM, "http", 0, Config(), Path("/nowhere"))
     assert child.reports() == []
     child.socket.close()
 
@@ -61,9 +71,9 @@ class FrozenProcess:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Hands of the clock that app.py reads; appending moves them on."""
+    """Hands of the clock that the supervisor reads; appending moves them on."""
     times = [1000.0]
-    monkeypatch.setattr(app.time, "monotonic", lambda: times[-1])
+    monkeypatch.setattr(time, "monotonic", lambda: times[-1])
     return times
 
 
@@ -71,7 +81,7 @@ def clock(monkeypatch):
 def supervised(monkeypatch, clock):
     """A supervisor with one ready child of each role, which hang."""
     monkeypatch.setattr(subprocess, "Popen", FrozenProcess)
-    supervisor = app.Supervisor(Config(http_silence_seconds=5, engine_silence_seconds=20), Path("/nowhere"))
+    supervisor = Supervisor(Config(http_silence_seconds=5, engine_silence_seconds=20), Path("/nowhere"), PROGRAM)
     for role in ("http", "engine"):
         supervisor.start(role, 0)
         supervisor.children[-1].ready = True
@@ -133,8 +143,8 @@ def test_nobody_is_blamed_for_the_supervisors_own_sleep(supervised, clock):
 
 def test_an_engine_that_steps_gives_signs_of_life_and_one_that_slept_is_not_ended(monkeypatch):
     """The process may be stopped between two looks: only looks count, not the clock."""
-    monkeypatch.setattr(app.time, "sleep", lambda seconds: worker.turn())
-    monkeypatch.setattr(app.faulthandler, "dump_traceback", lambda **more: None)
+    monkeypatch.setattr(engine_process.time, "sleep", lambda seconds: worker.turn())
+    monkeypatch.setattr(engine_process.faulthandler, "dump_traceback", lambda **more: None)
     ended = []
 
     class Ended(BaseException):
@@ -144,7 +154,7 @@ def test_an_engine_that_steps_gives_signs_of_life_and_one_that_slept_is_not_ende
         ended.append(code)
         raise Ended
 
-    monkeypatch.setattr(app.os, "_exit", end)
+    monkeypatch.setattr(engine_process.os, "_exit", end)
 
     class Worker:
         last_step = 0.0
@@ -163,27 +173,27 @@ def test_an_engine_that_steps_gives_signs_of_life_and_one_that_slept_is_not_ende
 
     worker, control = Worker(), Control()
     with pytest.raises(Ended):
-        app.watch(control, SimpleNamespace(worker=worker), 10.0, threading.Event())
-    assert ended == [app.EXIT_ENGINE]
-    assert 100 + 10 / app.BEAT_SECONDS <= worker.turns <= 102 + 10 / app.BEAT_SECONDS
+        engine_process.watch(control, SimpleNamespace(worker=worker), 10.0, threading.Event())
+    assert ended == [EXIT_ENGINE]
+    assert 100 + 10 / BEAT_SECONDS <= worker.turns <= 102 + 10 / BEAT_SECONDS
     assert control.beats == worker.turns - 1
 
 
 def test_an_http_process_that_cannot_start_does_not_end_those_that_serve(supervised):
     http, _ = supervised.children
-    for _ in range(2 * app.MAX_FAILED_STARTS):
+    for _ in range(2 * supervisor.MAX_FAILED_STARTS):
         supervised.due.clear()
         supervised.start("http", 1)
         assert supervised.bury(supervised.children[-1], -signal.SIGBUS) is None
-    (when, *_), now = supervised.due[0], app.time.monotonic()
-    assert now + 5 < when <= now + app.MAX_PAUSE
+    (when, *_), now = supervised.due[0], time.monotonic()
+    assert now + 5 < when <= now + supervisor.MAX_PAUSE
     http.ready = False
     supervised.start("http", 1)
-    assert supervised.bury(supervised.children[-1], -signal.SIGBUS) == app.EXIT_CRASHES
+    assert supervised.bury(supervised.children[-1], -signal.SIGBUS) == EXIT_CRASHES
 
 
 def test_an_engine_that_dies_while_the_server_finishes_is_no_orderly_end(supervised):
-    supervised.drain(app.time.monotonic())
+    supervised.drain(time.monotonic())
     http, engine = supervised.children
     assert supervised.bury(engine, -signal.SIGKILL) is None
     http.idle = True
@@ -219,7 +229,7 @@ def test_an_http_process_that_hangs_holds_up_the_end_only_until_it_is_noticed(su
     engine.process.poll = lambda: 0
     http.process.poll = lambda: -signal.SIGKILL if signal.SIGKILL in http.process.sent else None
     supervised.children.remove(engine)
-    supervised.drain(app.time.monotonic())
+    supervised.drain(time.monotonic())
     began = clock[-1]
     while (code := supervised.turn()) is None:
         clock.append(clock[-1] + 0.1)
@@ -231,13 +241,13 @@ def test_an_http_process_that_hangs_holds_up_the_end_only_until_it_is_noticed(su
 def test_an_http_process_that_served_is_started_again_at_once(supervised):
     http, _ = supervised.children
     assert supervised.bury(http, -signal.SIGABRT) is None
-    assert supervised.due == [(app.time.monotonic(), "http", 0)]
+    assert supervised.due == [(time.monotonic(), "http", 0)]
 
 
 def test_listening_sockets_get_their_options_and_nothing_stays_open(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener, open(tmp_path / "file", "w"):
         before = set(os.listdir("/proc/self/fd"))
-        app.tune_listener(Config())
+        tune_listener(Config())
         assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert set(os.listdir("/proc/self/fd")) <= before
 
@@ -246,7 +256,7 @@ def test_sockets_are_made_where_their_paths_fit(tmp_path, monkeypatch):
     base = tmp_path / ("long" * 20)
     base.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
-    folder, lock = app.make_folder()
+    folder, lock = claims.make_folder()
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(folder / "engine"))
@@ -258,14 +268,14 @@ def test_sockets_are_made_where_their_paths_fit(tmp_path, monkeypatch):
 def test_a_servers_folder_is_its_own_until_it_ends(tmp_path, monkeypatch):
     """Whatever process ids say: containers that share a folder have ids of their own."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(app, "MAX_BASE", 1000)
-    folder, lock = app.make_folder()
-    older = tmp_path / f"{app.FOLDER_PREFIX}1-abcdefgh"  # of a version that did not lock it
+    monkeypatch.setattr(claims, "MAX_BASE", 1000)
+    folder, lock = claims.make_folder()
+    older = tmp_path / f"{claims.FOLDER_PREFIX}1-abcdefgh"  # of a version that did not lock it
     older.mkdir()
-    other, other_lock = app.make_folder()
+    other, other_lock = claims.make_folder()
     assert {folder, other, older} == set(tmp_path.iterdir())
     os.close(lock)
-    last, last_lock = app.make_folder()
+    last, last_lock = claims.make_folder()
     assert {other, older, last} == set(tmp_path.iterdir())
     os.close(other_lock)
     os.close(last_lock)
@@ -273,17 +283,17 @@ def test_a_servers_folder_is_its_own_until_it_ends(tmp_path, monkeypatch):
 
 def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(app, "MAX_BASE", 1000)
+    monkeypatch.setattr(claims, "MAX_BASE", 1000)
     locks = []
 
-    def lock(folder, real=app.lock_folder):
+    def lock(folder, real=claims.lock_folder):
         if not locks:
-            app.remove_unlocked(folder)
+            claims.remove_unlocked(folder)
         locks.append(folder)
         return real(folder)
 
-    monkeypatch.setattr(app, "lock_folder", lock)
-    folder, held = app.make_folder()
+    monkeypatch.setattr(claims, "lock_folder", lock)
+    folder, held = claims.make_folder()
     assert [folder] == list(tmp_path.iterdir()) == locks[1:]
     os.close(held)
 
@@ -293,6 +303,6 @@ def test_a_folder_that_cannot_be_made_is_a_wrong_setting(monkeypatch, code):
     def mkdtemp(**more):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(app.tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(claims.tempfile, "mkdtemp", mkdtemp)
     with pytest.raises(UsageError, match="TMPDIR"):
-        app.make_folder()
+        claims.make_folder()

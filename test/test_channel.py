@@ -13,8 +13,11 @@ import zmq
 from rwkv_batch import session_messages
 from rwkv_batch.engine.stub_worker import FakeWorker
 from rwkv_batch.errors import EngineFailed, Overloaded, Unavailable
-from rwkv_batch.ipc import channel
-from rwkv_batch.ipc.channel import EngineClient, EngineServer, Ticket, error_of, failure
+from rwkv_batch.ipc import client as client_end
+from rwkv_batch.ipc import messages
+from rwkv_batch.ipc import server as server_end
+from rwkv_batch.ipc.client import EngineClient, Ticket
+from rwkv_batch.ipc.server import EngineServer
 from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
 from sampling.params import SamplingParams
 
@@ -121,7 +124,7 @@ def test_a_refusal_is_the_workers_own_error(address, client, opened):
     tickets = [client.submit(request(str(i), max_tokens=1000)) for i in range(6)]
     wait_until(lambda: sum(ticket.failure is not None for ticket in tickets) >= 4)
     refused = [ticket for ticket in tickets if ticket.failure]
-    error = error_of(refused[0].failure)
+    error = refused[0].failure.exception()
     assert isinstance(error, Overloaded)
     assert (error.status, error.retry_after, error.code) == (429, 1.0, "queue_full")
     assert not refused[0].accepted
@@ -175,7 +178,7 @@ def test_a_lost_engine_fails_all_tickets_and_a_new_one_is_found(address, client,
     for ticket in tickets:
         last = drain(ticket)[-1]
         assert isinstance(last, Failure)
-        assert isinstance(error_of(last), Unavailable)
+        assert isinstance(last.exception(), Unavailable)
     wait_until(lambda: client.phase == "lost")
     with pytest.raises(Unavailable, match="restarted"):
         client.submit(request("b"))
@@ -208,7 +211,7 @@ def test_a_translation_that_raises_ends_its_own_ticket_only(engine, client):
     bad, good = client.submit(request("a", max_tokens=1000), fails), client.submit(request("b"))
     assert len(drain(good)) == 5
     assert drain(bad) == []
-    assert isinstance(error_of(bad.failure), EngineFailed)
+    assert isinstance(bad.failure.exception(), EngineFailed)
     wait_until(lambda: engine.worker.stats()["slots_free"] == 320)
 
 
@@ -226,7 +229,7 @@ def test_callbacks_that_raise_do_not_end_the_client(address, engine):
         cancelled = client.submit(request("c", max_tokens=100_000), settled=fails, ended=fails)
         cancelled.cancel()
         drain(cancelled)
-        client.ask(channel.Ask("another"), fails)
+        client.ask(messages.Ask("another"), fails)
         assert ask(client) == []
         answers = queue.SimpleQueue()
         for answer in (fails, answers.put):
@@ -261,12 +264,12 @@ class Peer:
         self.socket.connect(address)
 
     def send(self, message) -> None:
-        self.socket.send(channel.encode(message))
+        self.socket.send(messages.encode(message))
 
     def receive(self, kind: type, seconds: float = 30.0):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if self.socket.poll(100) and isinstance(message := channel.decode_to_http(self.socket.recv()), kind):
+            if self.socket.poll(100) and isinstance(message := messages.decode_to_http(self.socket.recv()), kind):
                 return message
         raise AssertionError(f"no {kind.__name__}")
 
@@ -278,7 +281,7 @@ class Peer:
 class Recorder:
     """A worker that only notes whose requests it has: the test itself makes the steps."""
 
-    info = channel.EngineInfo(model="none")
+    info = messages.EngineInfo(model="none")
 
     def __init__(self):
         self.owners: dict[str, bytes] = {}
@@ -300,14 +303,14 @@ class Recorder:
 
 
 def test_a_peer_that_does_not_read_loses_its_own_tickets_only(address, client, opened, monkeypatch):
-    monkeypatch.setattr(channel, "HIGH_WATER", 20)
+    monkeypatch.setattr(server_end, "HIGH_WATER", 20)
     server, worker = opened(EngineServer(address, heartbeat=60.0, peer_seconds=60.0)), Recorder()
     server.attach(worker)
     server.start()
     stuck = opened(Peer(address))
-    stuck.send(channel.Hello(1))
-    stuck.send(channel.Submit(request("stuck")))
-    stuck.receive(channel.Accepted)
+    stuck.send(messages.Hello(1))
+    stuck.send(messages.Submit(request("stuck")))
+    stuck.receive(messages.Accepted)
     wait_until(lambda: client.ready)
     good = client.submit(request("good"))
     wait_until(lambda: good.accepted)
@@ -324,8 +327,8 @@ def test_a_peer_that_does_not_read_loses_its_own_tickets_only(address, client, o
     step()
 
     def told() -> bool:  # it wakes up, finds old messages, and learns that it was given up
-        stuck.send(channel.Alive())
-        return stuck.socket.poll(100) and isinstance(channel.decode_to_http(stuck.socket.recv()), channel.Forgotten)
+        stuck.send(messages.Alive())
+        return stuck.socket.poll(100) and isinstance(messages.decode_to_http(stuck.socket.recv()), messages.Forgotten)
 
     wait_until(told)
 
@@ -339,9 +342,9 @@ def test_a_peer_that_vanishes_or_falls_silent_is_given_up(address, opened):
         return stats["sequences_waiting"] + stats["sequences_running"]
 
     for peer in (gone, silent):
-        peer.send(channel.Hello(1))
-        peer.send(channel.Submit(request(str(id(peer)), max_tokens=100_000)))
-        peer.receive(channel.Accepted)
+        peer.send(messages.Hello(1))
+        peer.send(messages.Submit(request(str(id(peer)), max_tokens=100_000)))
+        peer.receive(messages.Accepted)
     gone.close()
     wait_until(lambda: engine.server.num_peers == 1)
     wait_until(lambda: num_sequences() == 1)
@@ -357,10 +360,10 @@ def test_requests_of_a_peer_that_vanished_can_be_stopped(address, client, opened
     wait_until(lambda: client.ready)
     assert ask(client) == []  # the first sign of life was given, the next is far
     gone = opened(Peer(address))
-    gone.send(channel.Hello(1))
+    gone.send(messages.Hello(1))
     for name in ("a", "b"):
-        gone.send(channel.Submit(request(name)))
-        gone.receive(channel.Accepted)
+        gone.send(messages.Submit(request(name)))
+        gone.receive(messages.Accepted)
     gone.close()
     time.sleep(0.1)
     assert [live.id for live in ask(client, stop=True)] == ["a", "b"]
@@ -369,14 +372,14 @@ def test_requests_of_a_peer_that_vanished_can_be_stopped(address, client, opened
 
 def test_an_unknown_peer_is_told_and_garbage_is_dropped(engine, address, client, opened):
     peer = opened(Peer(address))
-    peer.send(channel.Submit(request("a")))
-    peer.receive(channel.Forgotten)
+    peer.send(messages.Submit(request("a")))
+    peer.receive(messages.Forgotten)
     for garbage in (
         b"",
         b"\xff" * 100,
         b"\x92\xa6submit\x81\xa2id\xa1\xff",
-        channel.encode(["submit", {"id": 5}]),
-        channel.encode(["nothing"]),
+        messages.encode(["submit", {"id": 5}]),
+        messages.encode(["nothing"]),
     ):
         peer.socket.send(garbage)
     peer.close()
@@ -388,7 +391,7 @@ def test_a_request_that_cannot_be_read_ends_with_an_error(engine, client):
     wait_until(lambda: client.ready)
     other = client.submit(request("a"))
     (ended,) = drain(client.submit(request("b", max_tokens="five")), 5)
-    assert isinstance(error_of(ended), EngineFailed)
+    assert isinstance(ended.exception(), EngineFailed)
     assert len(drain(other)) == 5
     assert client.tickets == {}
 
@@ -412,26 +415,26 @@ def test_an_engine_that_cannot_be_read_is_given_up_and_greeted_anew(engine, clie
     ticket.take(30)
     (owner,) = engine.server._peers
     engine.server._answers.append((owner, ["nothing"]))
-    assert error_of(drain(ticket)[-1]).code == "engine_lost"
+    assert drain(ticket)[-1].exception().code == "engine_lost"
     wait_until(lambda: client.ready)
     assert len(drain(client.submit(request("b")))) == 5
 
 
 def test_an_engine_that_does_not_read_refuses_what_cannot_be_queued(address, opened, monkeypatch):
-    monkeypatch.setattr(channel, "SUBMIT_HIGH_WATER", 2)
+    monkeypatch.setattr(client_end, "SUBMIT_HIGH_WATER", 2)
     client = opened(EngineClient(address, heartbeat=60.0))  # nobody is at this address
     client.phase = "ready"
     client.start()
     answers = queue.SimpleQueue()
     for _ in range(4):
         client.manage(session_messages.Status(), answers.put)
-    assert error_of(answers.get(timeout=30)).code == "engine_busy"
+    assert answers.get(timeout=30).exception().code == "engine_busy"
     (ended,) = drain(client.submit(request("b")))
-    assert error_of(ended).code == "engine_busy"
+    assert ended.exception().code == "engine_busy"
 
 
 def test_failures_carry_every_field():
-    error = error_of(failure("a", Overloaded("full", param="p", retry_after=3.0)))
+    error = Failure.of("a", Overloaded("full", param="p", retry_after=3.0)).exception()
     assert (type(error), error.message, error.param, error.code, error.retry_after) == (
         Overloaded,
         "full",
@@ -439,32 +442,32 @@ def test_failures_carry_every_field():
         "queue_full",
         3.0,
     )
-    assert isinstance(error_of(Failure("a", "NoSuchClass", "m")), EngineFailed)
-    assert isinstance(error_of(Failure("a", "annotations", "m")), EngineFailed)
+    assert isinstance(Failure("a", "NoSuchClass", "m").exception(), EngineFailed)
+    assert isinstance(Failure("a", "annotations", "m").exception(), EngineFailed)
 
 
 def test_messages_survive_the_wire():
     for message in (
-        channel.Submit(request("ä", 2)),
-        channel.Cancel("a"),
-        channel.Alive(),
-        channel.Hello(os.getpid()),
+        messages.Submit(request("ä", 2)),
+        messages.Cancel("a"),
+        messages.Alive(),
+        messages.Hello(os.getpid()),
     ):
-        assert channel.decode_to_engine(channel.encode(message)) == message
+        assert messages.decode_to_engine(messages.encode(message)) == message
     progress = Progress("a", [Delta(0, "文", 1)], [Finish(0, "error", 1, 2, "why")])
     for message in (
-        channel.Batch([progress], [Failure("b", "Overloaded", "m", None, "c", 1.5)]),
-        channel.Status("ready", channel.EngineInfo(model="m"), {"a": 1, "b": 0.5}),
-        channel.Accepted("a"),
-        channel.Forgotten(),
+        messages.Batch([progress], [Failure("b", "Overloaded", "m", None, "c", 1.5)]),
+        messages.Status("ready", messages.EngineInfo(model="m"), {"a": 1, "b": 0.5}),
+        messages.Accepted("a"),
+        messages.Forgotten(),
     ):
-        assert channel.decode_to_http(channel.encode(message)) == message
+        assert messages.decode_to_http(messages.encode(message)) == message
 
 
-def ask(client: EngineClient, **question) -> list[channel.Live]:
+def ask(client: EngineClient, **question) -> list[messages.Live]:
     """What the engine answers about its requests."""
     answers: queue.SimpleQueue = queue.SimpleQueue()
-    client.ask(channel.Ask("q", **question), answers.put)
+    client.ask(messages.Ask("q", **question), answers.put)
     return answers.get(timeout=30)
 
 
@@ -485,7 +488,7 @@ def test_the_engine_knows_the_requests_of_all_clients(address, engine, client):
         assert [live.id for live in ask(client, request_id="b", stop=True)] == ["b-1", "b-2"]
         for ticket in theirs[:2]:
             *_, last = drain(ticket)
-            assert (error_of(last).status, last.message) == (409, "Request cancelled")
+            assert (last.exception().status, last.message) == (409, "Request cancelled")
         assert ask(client, request_id="nobody", stop=True) == []
         theirs[2].cancel()
         wait_until(lambda: [live.id for live in ask(client)] == ["a"])

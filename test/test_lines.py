@@ -10,8 +10,8 @@ import threading
 import pytest
 from models import ROOT
 
-from rwkv_batch import lines
-from rwkv_batch.lines import Handler, Lines
+from rwkv_batch.server import lines
+from rwkv_batch.server.lines import Handler, Lines
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_records_become_lines_from_any_thread(pipe):
     assert read_all(reader, b"last\n") == b"one line\n" * 400 + b"last\n"
 
 
-LAST_WORDS = "import sys; from rwkv_batch import lines; [lines.ERR.write('x' * 999) for _ in range(100)]; "
+LAST_WORDS = "import sys; from rwkv_batch.server import lines; [lines.ERR.write('x' * 999) for _ in range(100)]; "
 
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "lines.leave(3)"])

@@ -26,10 +26,11 @@ from routes.openai.reasoning import Thought
 from routes.openai.responses import ResponseAnswer, ResponseBody
 from routes.openai.schemas import ChatBody, CompletionBody, GenerationBody, read
 from routes.openai.tokens import detokenize, tokenize
-from rwkv_batch.config import Config, read_api_keys
+from rwkv_batch.config import Config
 from rwkv_batch.errors import BatchTooLarge, InvalidRequest, Unauthorized, Unavailable, UsageError
 from rwkv_batch.ipc.channel import EngineInfo
 from rwkv_batch.request import Delta, Failure, Finish, Progress, PromptScore, Request, Sequence, TokenLogprob
+from rwkv_batch.secrets import read_api_keys
 from rwkv_batch.text import prompts, tokenizer
 
 BYTES = tokenizer.for_vocab(256)

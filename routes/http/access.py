@@ -13,8 +13,9 @@ from urllib.parse import unquote, urlsplit
 
 from robyn import Headers
 
-from rwkv_batch.config import Config, parse_api_keys
+from rwkv_batch.config import Config
 from rwkv_batch.errors import Forbidden, Unauthorized
+from rwkv_batch.secrets import parse_api_keys
 
 READING = ("GET", "HEAD", "OPTIONS")
 WEB_PORTS = {"http": 80, "https": 443}

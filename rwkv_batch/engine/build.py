@@ -22,7 +22,7 @@ from rwkv_batch.engine.engine_loop import Worker
 from rwkv_batch.engine.memory import MIB, MemoryPlan, kept_bytes, kernel_bytes, sampling_bytes
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
 from rwkv_batch.errors import UsageError
-from rwkv_batch.ipc.channel import EngineInfo
+from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.autotune import IN_PLACE_ROWS, Autotuner
 from rwkv_batch.kernels.compiler import KernelError

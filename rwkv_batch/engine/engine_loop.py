@@ -21,7 +21,7 @@ import msgspec
 from rwkv_batch.engine.engine import Engine, Step
 from rwkv_batch.errors import Conflict, EngineFailed, InvalidRequest, Overloaded, RwkvBatchError, Unavailable
 from rwkv_batch.model.state import Snapshot
-from rwkv_batch.request import Delta, Failure, Finish, Progress, PromptScore, Reason, Request, Sequence, TokenLogprob
+from rwkv_batch.request import Delta, Event, Failure, Finish, Progress, PromptScore, Reason, Request, Sequence, TokenLogprob
 from rwkv_batch.scheduling.plan import Plan, Row
 from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.session_messages import Action, Answer, Deleted, Kept, Page
@@ -31,7 +31,6 @@ from rwkv_batch.text.tokenizer import Tokenizer
 log = logging.getLogger("rwkv_batch.engine")
 
 Owner = Hashable
-Event = Progress | Failure
 
 CHECKPOINT_TOKENS = 16  # sampled tokens between the checkpoints of a row whose state is kept
 IDLE_SECONDS = 0.25  # how long an idle worker sleeps between two signs of life
@@ -618,9 +617,7 @@ class Worker:
         return events[request_id]
 
     def _add_failure(self, request_id: str, owner: Owner, error: RwkvBatchError) -> None:
-        self._events[owner][request_id] = Failure(
-            request_id, type(error).__name__, error.message, error.param, error.code, error.retry_after
-        )
+        self._events[owner][request_id] = Failure.of(request_id, error)
 
     def _flush(self) -> None:
         batch = {owner: list(events.values()) for owner, events in self._events.items() if events}

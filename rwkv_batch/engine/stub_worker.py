@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, Overloaded, RwkvBatchError, Unavailable
-from rwkv_batch.ipc.channel import EngineInfo, Event
-from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
+from rwkv_batch.ipc.messages import EngineInfo
+from rwkv_batch.request import Delta, Event, Failure, Finish, Progress, Request
 from rwkv_batch.session_messages import Action, Deleted, Page
 
 

@@ -1,0 +1,182 @@
+"""What HTTP processes and the engine process say to each other, and its bytes. Knows nothing of models, sockets or HTTP."""
+
+import time
+
+import msgspec
+
+from rwkv_batch.request import Failure, Progress, Request
+from rwkv_batch.session_messages import Action, Deleted, Page
+
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)  # what decoding raises
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the loaded engine is; sent to every HTTP process when it is ready.
+
+    model           name for people, without folder and ending
+    fingerprint     identifies the weights; empty when there are none
+    device          as torch names it, "cpu" or "cuda:0 NVIDIA H200"
+    dtype, ops      what was chosen, "fp16", "kernels"
+    slots           sequences decoded at the same time
+    prefill_budget  prompt tokens of one step
+    vocab_size      columns of the logits
+    layers, width   shape, for the start-up lines
+    parameters      number of weights
+    load_seconds    time that loading took
+    state_bytes     most that the file of one session takes; 0 = no sessions
+    """
+
+    model: str
+    fingerprint: str = ""
+    device: str = "cpu"
+    dtype: str = "fp32"
+    ops: str = "reference"
+    slots: int = 0
+    prefill_budget: int = 0
+    vocab_size: int = 65536
+    layers: int = 0
+    width: int = 0
+    parameters: int = 0
+    load_seconds: float = 0.0
+    state_bytes: int = 0
+
+
+class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
+    """HTTP process: here I am."""
+
+    pid: int
+
+
+class Alive(msgspec.Struct, tag="alive", array_like=True, frozen=True):
+    """HTTP process: still here."""
+
+
+class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
+    """HTTP process: run this. `endpoint` is the path that was called, `given_id` the caller's own id of the request."""
+
+    request: Request
+    endpoint: str = ""
+    given_id: str = ""
+
+
+class RequestId(msgspec.Struct, frozen=True):
+    """What must be readable of a request, so that its owner can be told that the rest is not."""
+
+    id: str
+
+
+class Unreadable(msgspec.Struct, tag="submit", array_like=True, frozen=True):
+    """A `Submit` of which only the id can be read."""
+
+    request: RequestId
+
+
+class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
+    """HTTP process: nobody wants this any more."""
+
+    request_id: str
+
+
+class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
+    """HTTP process: which requests run or wait, of all HTTP processes? With `stop` they are ended.
+
+    question    comes back with the answer
+    request_id  only this request, or all parts of this call
+    endpoint    only requests of this path
+    """
+
+    question: str
+    stop: bool = False
+    request_id: str | None = None
+    endpoint: str | None = None
+
+
+class Manage(msgspec.Struct, tag="manage", array_like=True, frozen=True):
+    """HTTP process: do this to the sessions. `question` comes back with the answer."""
+
+    question: str
+    action: Action
+
+
+class Managed(msgspec.Struct, tag="managed", array_like=True, frozen=True):
+    """Engine: what came of it; exactly one of the two is there."""
+
+    question: str
+    answer: Page | Deleted | None
+    failure: Failure | None = None
+
+
+class Status(msgspec.Struct, tag="status", array_like=True, frozen=True):
+    """Engine: sign of life. `phase` is "loading", "ready" or "draining"; `info` is there once the model is loaded."""
+
+    phase: str
+    info: EngineInfo | None
+    stats: dict[str, int | float]
+
+
+class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
+    """Engine: the request waits or runs."""
+
+    request_id: str
+
+
+class Live(msgspec.Struct, array_like=True):
+    """A request that runs or waits. `created` is epoch seconds, `tokens` counts what was sampled."""
+
+    id: str
+    endpoint: str
+    created: float
+    prompts: int
+    prompt_tokens: int
+    max_tokens: int
+    ended: int = 0
+    tokens: int = 0
+    given_id: str = ""
+
+
+class Found(msgspec.Struct, tag="found", array_like=True, frozen=True):
+    """Engine: the requests that were asked for, oldest first."""
+
+    question: str
+    requests: list[Live]
+
+
+class Batch(msgspec.Struct, tag="batch", array_like=True, frozen=True):
+    """Engine: what one step brought all requests of this HTTP process, and which of them failed."""
+
+    progress: list[Progress]
+    failures: list[Failure]
+
+
+class Forgotten(msgspec.Struct, tag="forgotten", array_like=True, frozen=True):
+    """Engine: you did not drain, or I do not know you; your tickets are cancelled, say hello again."""
+
+
+ToEngine = Hello | Alive | Submit | Cancel | Ask | Manage
+ToHttp = Status | Accepted | Batch | Found | Managed | Forgotten
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_unreadable = msgspec.msgpack.Decoder(Unreadable).decode
+decode_to_http = msgspec.msgpack.Decoder(ToHttp).decode
+
+
+def live_of(message: Submit) -> Live:
+    """What is known of a request when it comes in."""
+    request = message.request
+    prompt_tokens = sum(map(len, request.prompts))
+    return Live(
+        request.id, message.endpoint, time.time(), request.num_rows, prompt_tokens, request.max_tokens,
+        given_id=message.given_id,
+    )  # fmt: skip
+
+
+def matches(question: Ask, live: Live) -> bool:
+    """Whether a request is one of those asked for, by our id or the caller's own.
+
+    The parts of a call have its id, a hyphen and a number.
+    """
+    wanted = question.request_id
+    if wanted is not None and wanted not in (live.id, live.given_id or None) and not live.id.startswith(wanted + "-"):
+        return False
+    return question.endpoint is None or live.endpoint == question.endpoint

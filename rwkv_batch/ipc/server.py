@@ -1,0 +1,298 @@
+"""The engine's end: one ROUTER socket for all HTTP processes, and one thread that owns it.
+
+No send ever waits: a peer that is gone or does not drain loses its own requests and nothing else.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from rwkv_batch.errors import Conflict, EngineFailed, RwkvBatchError, Unavailable
+from rwkv_batch.ipc.messages import (
+    UNREADABLE,
+    Accepted,
+    Alive,
+    Ask,
+    Batch,
+    Cancel,
+    EngineInfo,
+    Forgotten,
+    Found,
+    Hello,
+    Live,
+    Manage,
+    Managed,
+    Status,
+    Submit,
+    ToHttp,
+    decode_to_engine,
+    decode_unreadable,
+    encode,
+    live_of,
+    matches,
+)
+from rwkv_batch.ipc.waker import Bell, call_back
+from rwkv_batch.request import Event, Failure, Progress, Request
+from rwkv_batch.session_messages import Action, Deleted, Page
+
+log = logging.getLogger(__name__)
+
+HIGH_WATER = 1000  # messages held for a peer that does not read: some ten seconds of steps
+SUBMIT_HIGH_WATER = 10_000
+
+
+class Worker(Protocol):
+    """What the engine server asks of the worker; submit and the cancels are called in the server's thread.
+
+    last_step      when its loop last went round, as time.monotonic() says
+    lost_sessions  that could not be written when it stopped
+    """
+
+    info: EngineInfo
+    last_step: float
+    lost_sessions: int
+
+    def submit(self, request: Request, owner: bytes) -> None:
+        """Take a request; raise Overloaded, Unavailable or InvalidRequest."""
+
+    def cancel(self, request_id: str) -> None:
+        """End a request early; an unknown one is ignored."""
+
+    def cancel_owner(self, owner: bytes) -> None:
+        """End all requests of one HTTP process."""
+
+    def manage(self, action: Action, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
+        """Do something to the sessions; `answer` is called once, in any thread."""
+
+    def drain(self) -> None:
+        """Refuse new requests."""
+
+    def undelivered(self) -> dict[str, int]:
+        """Tokens that requests have sampled and not delivered yet, by their ids."""
+
+    def stats(self) -> dict[str, int | float]:
+        """Figures for /stats and /metrics."""
+
+
+class EngineServer:
+    """The engine's end: gives requests to the worker and carries its events to the HTTP process that owns each.
+
+    address       ipc:// path
+    heartbeat     seconds between two signs of life
+    peer_seconds  silence after which an HTTP process is given up
+    """
+
+    def __init__(self, address: str, *, heartbeat: float = 0.5, peer_seconds: float = 15.0):
+        self.heartbeat = heartbeat
+        self.peer_seconds = peer_seconds
+        self.worker: Worker | None = None
+        self.info: EngineInfo | None = None
+        self.draining = False
+        self.on_beat: Callable[[dict[str, int | float]], None] = lambda stats: None
+        self._peers: dict[bytes, float] = {}  # identity -> when it was last heard
+        self._live: dict[str, tuple[bytes, Live]] = {}  # request -> owner and what is known of it
+        self._outbox: deque[dict[bytes, list[Event]]] = deque()
+        self._answers: deque[tuple[bytes, Managed]] = deque()
+        self._bell = Bell()
+        self._closing = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+        self._socket.setsockopt(zmq.RCVHWM, SUBMIT_HIGH_WATER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
+        self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
+
+    @property
+    def num_peers(self) -> int:
+        """HTTP processes connected."""
+        return len(self._peers)
+
+    def start(self) -> None:
+        """Begin to answer; until `attach` every request is refused as Unavailable."""
+        self._thread.start()
+
+    def attach(self, worker: Worker) -> None:
+        """The worker is ready: requests go to it from now on."""
+        self.info = worker.info
+        self.worker = worker
+        self._bell.ring()
+
+    def drain(self) -> None:
+        """Refuse new requests and say so."""
+        self.draining = True
+        if self.worker is not None:
+            self.worker.drain()
+
+    def deliver(self, events: dict[bytes, list[Event]]) -> None:
+        """Carry one step's events, by owner. Any thread; never waits."""
+        if events:
+            self._outbox.append(events)
+            self._bell.ring()
+
+    def close(self) -> None:
+        """End the thread and close the socket."""
+        self._closing = True
+        self._bell.ring()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._bell.fd, zmq.POLLIN)
+        next_beat = time.monotonic()
+        while not self._closing:
+            poller.poll(max(0.0, next_beat - time.monotonic()) * 1000)
+            self._bell.hear()
+            self._receive()
+            while self._outbox:
+                self._send_events(self._outbox.popleft())
+            while self._answers:
+                self._send(*self._answers.popleft())
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + self.heartbeat
+                self._beat()
+        while self._outbox:  # what the worker said last, such as why it failed
+            self._send_events(self._outbox.popleft())
+        self._socket.close(linger=500)
+        self._context.term()
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                owner, payload = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = decode_to_engine(payload)
+            except UNREADABLE as error:
+                self._refuse(owner, payload, error)
+                continue
+            if isinstance(message, Hello):
+                log.debug("HTTP process %d connected", message.pid)
+                self._peers[owner] = time.monotonic()
+                self._send(owner, self._status(self._stats()))
+            elif owner not in self._peers:
+                self._send(owner, Forgotten())
+            else:
+                self._peers[owner] = time.monotonic()
+                self._handle(owner, message)
+
+    def _refuse(self, owner: bytes, payload: bytes, error: Exception) -> None:
+        """A message cannot be read: the request that it hands over fails, all else is dropped."""
+        log.warning("a message that cannot be read was dropped: %s", error)
+        with contextlib.suppress(*UNREADABLE):
+            request_id = decode_unreadable(payload).request.id
+            if owner in self._peers:
+                self._send(owner, Batch([], [Failure.of(request_id, EngineFailed("the request could not be read"))]))
+
+    def _handle(self, owner: bytes, message: Alive | Submit | Cancel | Ask | Manage) -> None:
+        if isinstance(message, Cancel):
+            self._live.pop(message.request_id, None)
+            if self.worker is not None:
+                self.worker.cancel(message.request_id)
+        elif isinstance(message, Ask):
+            found = [live for _, live in self._live.values() if matches(message, live)]
+            for live in found if message.stop else ():
+                self._stop(live.id)
+            waiting = self.worker.undelivered() if self.worker is not None else {}
+            told = [msgspec.structs.replace(live, tokens=live.tokens + waiting.get(live.id, 0)) for live in found]
+            self._send(owner, Found(message.question, told))
+        elif isinstance(message, Manage):
+            self._manage(owner, message)
+        elif isinstance(message, Submit):
+            try:
+                if self.worker is None:
+                    raise Unavailable("the model is still loading", code="loading")
+                self.worker.submit(message.request, owner)
+            except RwkvBatchError as error:
+                self._send(owner, Batch([], [Failure.of(message.request.id, error)]))
+            except Exception:
+                log.exception("request %s could not be taken", message.request.id)
+                self._send(owner, Batch([], [Failure.of(message.request.id, EngineFailed("the request could not be started"))]))
+            else:
+                self._live[message.request.id] = (owner, live_of(message))
+                self._send(owner, Accepted(message.request.id))
+
+    def _manage(self, owner: bytes, message: Manage) -> None:
+        """Pass an order about sessions on; its answer comes from another thread."""
+
+        def answer(result: Page | Deleted | RwkvBatchError) -> None:
+            failed = isinstance(result, RwkvBatchError)
+            managed = Managed(message.question, None if failed else result, Failure.of("", result) if failed else None)
+            self._answers.append((owner, managed))
+            self._bell.ring()
+
+        try:
+            if self.worker is None:
+                raise Unavailable("the model is still loading", code="loading")
+            self.worker.manage(message.action, answer)
+        except RwkvBatchError as error:
+            answer(error)
+
+    def _stop(self, request_id: str) -> None:
+        """End a request and tell its owner, unless that was found to be gone while another of its requests was ended."""
+        owner, live = self._live.pop(request_id, (b"", None))
+        if live is None:
+            return
+        self.worker.cancel(request_id)
+        self._send(owner, Batch([], [Failure.of(request_id, Conflict("Request cancelled", code="cancelled"))]))
+
+    def _note(self, item: Event) -> None:
+        """Keep up with what one event says of its request."""
+        _, live = self._live.get(item.request_id, (b"", None))
+        if live is None:
+            return
+        if isinstance(item, Progress):
+            live.tokens += sum(delta.tokens for delta in item.deltas)
+            live.ended += len(item.finishes)
+        if isinstance(item, Failure) or live.ended >= live.prompts:
+            del self._live[item.request_id]
+
+    def _send_events(self, events: dict[bytes, list[Event]]) -> None:
+        for owner, items in events.items():
+            for item in items:
+                self._note(item)
+            if owner in self._peers:
+                progress = [item for item in items if isinstance(item, Progress)]
+                self._send(owner, Batch(progress, [item for item in items if isinstance(item, Failure)]))
+
+    def _send(self, owner: bytes, message: ToHttp) -> None:
+        """Send without waiting; a peer that is gone (EHOSTUNREACH) or full (EAGAIN) is given up."""
+        try:
+            self._socket.send_multipart([owner, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._give_up(owner, "does not read" if error.errno == zmq.EAGAIN else "is gone")
+
+    def _give_up(self, owner: bytes, reason: str) -> None:
+        if self._peers.pop(owner, None) is not None:
+            self._live = {key: value for key, value in self._live.items() if value[0] != owner}
+            log.warning("an HTTP process %s: its requests are cancelled", reason)
+            if self.worker is not None:
+                self.worker.cancel_owner(owner)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        for owner, heard in list(self._peers.items()):
+            if now - heard > self.peer_seconds:
+                self._give_up(owner, "is silent")
+        stats = self._stats()
+        call_back(self.on_beat, stats)
+        status = self._status(stats)
+        for owner in list(self._peers):
+            self._send(owner, status)
+
+    def _stats(self) -> dict[str, int | float]:
+        return self.worker.stats() if self.worker is not None else {}
+
+    def _status(self, stats: dict[str, int | float]) -> Status:
+        phase = "draining" if self.draining else "loading" if self.worker is None else "ready"
+        return Status(phase, self.info, stats)

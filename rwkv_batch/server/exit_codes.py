@@ -1,0 +1,12 @@
+"""How the server and its processes end.
+
+0    orderly
+1    the engine did not live to the end of an orderly stop, or what did not stop in time was killed
+2    wrong setting, busy port or unusable checkpoint
+70   a step failed or hung (engine), or a thread died
+71   too many crashes (supervisor)
+74   stopped, but sessions could not be written
+128  and more: a second signal, less 128, stopped the server at once
+"""
+
+EXIT_USAGE, EXIT_ENGINE, EXIT_CRASHES, EXIT_LOST = 2, 70, 71, 74
