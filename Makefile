@@ -42,6 +42,7 @@ test-long: $(VENV)/.ready-test lint
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo --no-cache
 
 format: $(VENV)/.ready-test
 	$(BIN)/ruff check --fix .

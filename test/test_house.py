@@ -1,0 +1,100 @@
+"""The house stays one in which things are found: short files, small classes, small folders, a test for each module."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from models import ROOT
+
+ROOMS = ("rwkv_batch", "routes", "sampling")
+MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FOLDER_FILES = 500, 300, 14
+
+# What is still larger, and may only shrink.
+FILES = {
+    "routes/http/site.py": 800,
+    "rwkv_batch/engine/engine_loop.py": 719,
+    "rwkv_batch/sessions/database.py": 782,
+    "rwkv_batch/sessions/pool.py": 1054,
+}
+CLASSES = {"Site": 325, "Worker": 522, "SessionDatabase": 572, "StatePool": 834}
+FOLDERS = {"cuda": 16}
+
+# Whose tests cover the modules, or all of a room, that have no test file of their own name; a longer name goes first.
+COVERED_BY = {
+    "app": "test_app",
+    "routes/admin": "test_openai_routes",
+    "routes/http": "test_native",
+    "routes/http/connections": "test_live_load",
+    "routes/native": "test_native",
+    "routes/openai": "test_openai_adapter",
+    "routes/process": "test_app",
+    "rwkv_batch/config_page": "test_docs",
+    "rwkv_batch/engine": "test_worker",
+    "rwkv_batch/engine/build": "test_assembly",
+    "rwkv_batch/engine/decode_graphs": "test_staging",
+    "rwkv_batch/engine/memory": "test_assembly",
+    "rwkv_batch/engine/prefill_graphs": "test_staging",
+    "rwkv_batch/engine/stub_worker": "test_channel",
+    "rwkv_batch/errors": "test_openai_routes",
+    "rwkv_batch/ipc": "test_channel",
+    "rwkv_batch/kernels": "test_kernel_ops",
+    "rwkv_batch/kernels/card_cache": "test_remembered",
+    "rwkv_batch/kernels/state_fill": "test_gpu_fill",
+    "rwkv_batch/model": "test_model",
+    "rwkv_batch/model/packed_file": "test_demo",
+    "rwkv_batch/request": "test_channel",
+    "rwkv_batch/scheduling": "test_scheduler",
+    "rwkv_batch/secrets": "test_openai_adapter",
+    "rwkv_batch/server": "test_app",
+    "rwkv_batch/server/announce": "test_live_processes",
+    "rwkv_batch/session_messages": "test_state_routes",
+    "rwkv_batch/sessions": "test_state_pool",
+    "rwkv_batch/shipped": "test_page",
+    "rwkv_batch/text/detokenizer": "test_text_stream",
+    "sampling": "test_sampling",
+}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+MODULES = [ROOT / "app.py", ROOT / "state_pool.py", *(file for room in ROOMS for file in sorted((ROOT / room).rglob("*.py")))]
+TESTS = {path.stem for path in (ROOT / "test").rglob("test_*.py")}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_files_and_classes_are_short(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= max(MAX_FILE_LINES, FILES.get(name_of(path), 0))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            lines = node.end_lineno - node.lineno + 1
+            assert lines <= max(MAX_CLASS_LINES, CLASSES.get(node.name, 0)), node.name
+
+
+def test_the_door_is_one_screen():
+    assert (ROOT / "app.py").read_text().count("\n") <= 60
+
+
+def test_folders_are_small():
+    """All but that of the tests, which is flat: a folder of a package's name would hide the package from pytest."""
+    folders = {path.parent for path in MODULES} | {
+        ROOT / name for name in ("bench", "cuda", "demo", "deploy", "docs", "hip", "web")
+    }
+    for folder in folders - {ROOT}:
+        files = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
+        assert len(files) <= max(MAX_FOLDER_FILES, FOLDERS.get(name_of(folder), 0)), folder
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.stem != "__init__"], ids=name_of)
+def test_each_module_has_its_tests(path):
+    own = {f"test_{path.stem}", f"test_{path.parent.name}_{path.stem}", f"test_gpu_{path.stem}"}
+    if not own & TESTS:
+        name = name_of(path.with_suffix(""))
+        covering = [test for room, test in COVERED_BY.items() if name == room or name.startswith(room + "/")]
+        assert covering, "it has no test file of its name, and COVERED_BY does not say whose tests cover it"
+
+
+def test_the_tests_that_cover_others_are_there():
+    assert set(COVERED_BY.values()) <= TESTS
