@@ -353,7 +353,7 @@ def test_penalized_rejected_draws_are_those_of_the_reference(rapid, dtype, num_r
 
 @pytest.mark.parametrize("num_rows", [20, 400])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_noisy_draws_are_those_of_the_reference(rapid, dtype, num_rows):
+def test_perturbed_draws_are_those_of_the_reference(rapid, dtype, num_rows):
     """Flat, peaked, tied and mostly masked rows, with bias and the end masked, beside the reference on the same device."""
     controls = [case(rule="gumbel"), case(rule="gumbel", temperature=0.4), case(rule="gumbel", temperature=6.0),
                 case(rule="noise", noise=1.5), case(rule="noise", noise=30.0),

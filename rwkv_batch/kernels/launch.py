@@ -20,7 +20,7 @@ class KernelLaunchFailed(RuntimeError):
 
 
 class Launcher:
-    """The functions of one built library (see `kernels.library`) on one device."""
+    """The functions of one built library (see `compiler.library`) on one device."""
 
     def __init__(self, library: ctypes.CDLL, device: torch.device | str):
         self.library = library
