@@ -1,9 +1,9 @@
 """The table of routes: what answers where, and what needs no password."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from routes import admin, page
-from routes.http import site as http
+from routes import admin, dialects, page
+from routes.http.context import Access, Handler
 from routes.native import batch, big_batch, chat, fim, state, translate
 from routes.openai import chat as openai_chat
 from routes.openai import responses, tokens
@@ -14,9 +14,9 @@ class Route(NamedTuple):
 
     method: str
     path: str
-    handler: http.Handler
-    access: http.Access = "password"
-    form: http.Form = "native"
+    handler: Handler
+    access: Access = "password"
+    form: Literal["native", "openai", "chat"] = "native"  # of errors; chat: as dialects.form_of_errors says
     may_be_empty: bool = False  # a POST without a body is one with an empty object
     takes_file: bool = False  # the body is a file, the fields are in the URL
 
@@ -49,8 +49,8 @@ def openai_routes(base: str) -> list[Route]:
 
 
 ROUTES = [
-    Route("POST", "/v1/chat/completions", chat.completions, form="chat"),
-    Route("POST", "/chat/completions", chat.completions, form="chat"),  # as RWKV-Infer and RWKV-Runner have it
+    Route("POST", "/v1/chat/completions", dialects.chat_completions, form="chat"),
+    Route("POST", "/chat/completions", dialects.chat_completions, form="chat"),  # as RWKV-Infer and RWKV-Runner have it
     Route("POST", "/completions", openai_chat.completions, form="openai"),
     Route("POST", "/openai/v1/chat/completions", openai_chat.chat_completions, form="openai"),
     *openai_routes("/v1"),

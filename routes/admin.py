@@ -3,7 +3,8 @@
 import time
 
 from routes import page
-from routes.http.site import Call, Plain, json_reply
+from routes.http.context import Call
+from routes.http.replies import Plain, json_reply
 from routes.schemas import Body, SamplingBody, validate
 from rwkv_batch import __version__, metrics
 from rwkv_batch.errors import RwkvBatchError
@@ -20,7 +21,7 @@ async def index(call: Call) -> Plain:
         return page.reply(call, "index.html")
     call.caller = call.site.authorize(call.headers, {})
     name = {"name": "rwkv_batch", "version": __version__}
-    about = {**name, "model": model_name(call), "engine": call.site.client.phase}
+    about = {**name, "model": call.model_name, "engine": call.site.client.phase}
     limits = {name: getattr(call.config, name) for name in LIMITS}
     defaults = {name: SamplingBody.model_fields[name].default for name in SAMPLING}
     return json_reply({**about, "limits": limits, "sampling_defaults": defaults})
@@ -28,7 +29,7 @@ async def index(call: Call) -> Plain:
 
 async def healthz(call: Call) -> Plain:
     """GET /healthz: this process answers; the engine may be loading or restarting."""
-    return json_reply({"status": "ok", "model": model_name(call), "engine": call.site.client.phase})
+    return json_reply({"status": "ok", "model": call.model_name, "engine": call.site.client.phase})
 
 
 async def readyz(call: Call) -> Plain:
@@ -37,7 +38,7 @@ async def readyz(call: Call) -> Plain:
         call.site.check()
     except RwkvBatchError as error:
         return json_reply({"status": "unavailable", "error": error.message}, 503)
-    return json_reply({"status": "ready", "model": model_name(call)})
+    return json_reply({"status": "ready", "model": call.model_name})
 
 
 async def stats(call: Call) -> Plain:
@@ -48,14 +49,14 @@ async def stats(call: Call) -> Plain:
         {
             "engine": {
                 "phase": client.phase,
-                "model": model_name(call),
+                "model": call.model_name,
                 **({key: getattr(info, key) for key in SHOWN} if info else {}),
                 **client.stats,
             },
             "http": {
                 "pid": call.site.pid,
                 "uptime_seconds": round(time.time() - call.site.started, 1),
-                "answers_in_progress": call.site.active,
+                "answers_in_progress": call.site.figures.active,
                 "draining": call.site.draining,
             },
         }
@@ -79,7 +80,7 @@ async def server_status(call: Call) -> Plain:
             "status": client.phase,
             "api_version": "v1",
             "engine_version": __version__,
-            "model": {"id": model_name(call), "name": model_name(call)},
+            "model": {"id": call.model_name, "name": call.model_name},
             "capabilities": {"stop": True, "pause": False, "resume": False, "dynamic_loading": False},
             "prefill_chunk_size": info.prefill_budget if info else 0,
             "prefill_queue": {
@@ -116,7 +117,7 @@ def described(call: Call, live: Live) -> dict[str, object]:
         "request_id": live.id,
         "given_id": live.given_id or None,
         "endpoint": live.endpoint,
-        "model": model_name(call),
+        "model": call.model_name,
         "created": live.created,
         "prompts": live.prompts,
         "prompts_ended": live.ended,
@@ -129,10 +130,3 @@ def described(call: Call, live: Live) -> dict[str, object]:
 async def figures(call: Call) -> Plain:
     """GET /metrics: the figures of all processes for Prometheus."""
     return Plain(metrics.page(), content_type=metrics.CONTENT_TYPE)
-
-
-def model_name(call: Call) -> str:
-    """The served name: the setting, else what the engine loaded."""
-    if call.config.served_model_name is None and call.site.client.info is not None:
-        return call.site.client.info.model
-    return call.config.model_name

@@ -5,7 +5,8 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
-from routes.http.site import Call, Handler, Plain
+from routes.http.context import Call, Handler
+from routes.http.replies import Plain
 from rwkv_batch.shipped import folder
 
 TYPES = {

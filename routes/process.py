@@ -16,8 +16,9 @@ from robyn import Robyn
 from robyn.argument_parser import Config as RobynConfig
 from robyn.robyn import HttpMethod
 
-from routes import ROUTES
-from routes.http.site import Site, endpoint, preflight, unknown
+from routes import ROUTES, dialects
+from routes.http.endpoint import endpoint, preflight, release_iterators, unknown
+from routes.http.site import Site
 from rwkv_batch import metrics
 from rwkv_batch.config import Config
 from rwkv_batch.errors import Unavailable
@@ -96,13 +97,19 @@ def run(control: Control) -> int:
 
 def register(app: Robyn, site: Site) -> None:
     """Give Robyn the table, HEAD beside every GET, OPTIONS everywhere, and an answer of ours for all the rest."""
+    site.release_iterators = release_iterators
     methods_by_path: dict[str, list[str]] = defaultdict(list)
     for route in ROUTES:
         for method in [route.method, "HEAD"] if route.method == "GET" else [route.method]:
             methods_by_path[route.path].append(method)
             reads = "nothing" if method != "POST" else "file" if route.takes_file else "json"
             handler = endpoint(
-                site, route.handler, access=route.access, form=route.form, reads=reads, may_be_empty=route.may_be_empty
+                site,
+                route.handler,
+                access=route.access,
+                form=dialects.form_of_errors if route.form == "chat" else route.form,
+                reads=reads,
+                may_be_empty=route.may_be_empty,
             )
             add(app, method, route.path, handler)
     others = endpoint(site, unknown(dict(methods_by_path)), access="open")

@@ -2,14 +2,13 @@
 
 import asyncio
 import math
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import quiet_robyn  # noqa: F401
 import torch
 
-from routes.http.site import from_this_host
+from routes.http.access import from_this_host
 from routes.native.batch import BatchContentsBody, BatchPromptsBody, CountBody, tokens_count
 from routes.native.big_batch import BigBatchBody
 from routes.native.chat import V2Body, V3Body
@@ -163,14 +162,6 @@ def validate_message(**fields) -> Message:
     return Message.model_validate({"role": "user", **fields})
 
 
-@dataclass
-class Caller:
-    """As much of a call as the question takes."""
-
-    peer: str
-    headers: dict
-
-
 @pytest.mark.parametrize(
     ("peer", "headers", "local"),
     [
@@ -183,7 +174,7 @@ class Caller:
 )  # fmt: skip
 def test_who_calls_from_this_host(peer, headers, local):
     """Decision (e); a proxy may say nothing but for the client's Host, or close its connection as nginx does."""
-    assert from_this_host(Caller(peer, {"host": "localhost:8000"} | headers)) is local
+    assert from_this_host({"host": "localhost:8000"} | headers, peer) is local
 
 
 def test_keys_do_not_share_remembered_sentences():

@@ -20,7 +20,9 @@ import quiet_robyn  # noqa: F401
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
 
 from routes.http.access import Secrets
-from routes.http.site import Call, Site, error_document
+from routes.http.context import Call
+from routes.http.replies import error_document
+from routes.http.site import Site
 from routes.openai.answers import ChatAnswer, CompletionAnswer
 from routes.openai.reasoning import Thought
 from routes.openai.responses import ResponseAnswer, ResponseBody
@@ -446,7 +448,7 @@ def answer_to(kind, body_kind, **fields):
     asked = {"messages": HI, "prompt": "ab", "input": "hi"}
     body = read(body_kind, {body_kind.field: asked[body_kind.field], **fields})
     site = SimpleNamespace(client=SimpleNamespace(info=EngineInfo(model="m", fingerprint="f" * 32)), tokenizer=BYTES)
-    call = SimpleNamespace(id="id", site=site, config=CONFIG)
+    call = SimpleNamespace(id="id", site=site, config=CONFIG, model_name="m")
     return kind(call, body, request_of(body))
 
 

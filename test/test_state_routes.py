@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import quiet_robyn  # noqa: F401
 
-from routes.http.site import Call, Plain
+from routes.http.context import Call
+from routes.http.replies import Plain
 from routes.native import state
 from routes.openai.responses import ResponseBody
 from routes.schemas import validate

@@ -8,10 +8,8 @@ import hmac
 import ipaddress
 import socket
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
-
-from robyn import Headers
 
 from rwkv_batch.config import Config
 from rwkv_batch.errors import Forbidden, Unauthorized
@@ -20,7 +18,16 @@ from rwkv_batch.secrets import parse_api_keys
 READING = ("GET", "HEAD", "OPTIONS")
 WEB_PORTS = {"http": 80, "https": 443}
 LOCAL_NAMES = ("localhost", "host.docker.internal", "host.containers.internal")  # names that no one else's DNS can give
+PROXY_HEADERS = ("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "forwarded", "via")
 OWNER = ""  # who has the password, and everybody where there is nothing to know
+
+
+class Headers(Protocol):
+    """A call's headers; names are lower case."""
+
+    def get(self, name: str, /) -> str | None:
+        """The value of one."""
+        ...
 
 
 class Secrets:
@@ -136,3 +143,19 @@ def is_address(name: str) -> bool:
 def is_loopback(name: str) -> bool:
     """Whether it means this machine wherever it is read."""
     return name == "localhost" or name.endswith(".localhost") or (is_address(name) and ipaddress.ip_address(name).is_loopback)
+
+
+def from_this_host(headers: Headers, peer: str) -> bool:
+    """Whether a call from `peer` came over the loopback interface and not through a proxy, as far as can be seen.
+
+    A proxy that adds no header of its own gives itself away by the client's Host, or as nginx does by closing the connection.
+    """
+    if any(headers.get(name) is not None for name in PROXY_HEADERS):
+        return False
+    if not is_loopback(hostname(headers.get("host") or "")) or (headers.get("connection") or "").lower() == "close":
+        return False
+    try:
+        address = ipaddress.ip_address(peer)
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

@@ -1,15 +1,13 @@
-"""The connections of this process seen from outside: which the other side has hung up, and how one is cut off.
+"""Cuts off the connection of an answer that fails in the middle.
 
-Robyn tells neither which connection a call came on nor when its client has left, and what it is given to write it ends well. So
-all descriptors of the process are looked at.
+Robyn does not tell which connection a call came on, and what it is given to write it ends well. So all descriptors of the
+process are looked at.
 """
 
 import contextlib
 import fcntl
-import ipaddress
 import os
 import random
-import select
 import socket
 import struct
 import threading
@@ -23,62 +21,6 @@ LOOK_SECONDS = 0.01
 FOUND_SECONDS = 0.25  # for the blanks to leave it
 MAX_ROUNDS = 8
 CHUNK_FRAME = len("\r\n\r\n")  # around the chunk, beside the digits of its length
-
-
-def address(text: str) -> str:
-    """An address in one form only, "" for what is none."""
-    try:
-        found = ipaddress.ip_address(text.partition("%")[0])
-    except ValueError:
-        return ""
-    return str(getattr(found, "ipv4_mapped", None) or found)
-
-
-class Hangups:
-    """Notices connections of this process that the other side has hung up, by looking at all of its descriptors.
-
-    One that stays hung up for two looks is that of a call in progress: others are closed at once.
-
-    current  addresses that have such connections
-    """
-
-    EVENTS = getattr(select, "POLLRDHUP", 0)  # absent on macOS: there only pings find out
-
-    def __init__(self) -> None:
-        self.current: set[str] = set()
-        self._poll: select.poll | None = None
-        self._num_scans = 0
-        self._seen: set[int] = set()
-        self._addresses: dict[int, str] = {}  # of connections that were hung up for two looks
-
-    def scan(self) -> set[str]:
-        """The addresses whose connections are newly known to be hung up."""
-        if not self.EVENTS:
-            return set()
-        if self._num_scans % 8 == 0:
-            self._refresh()
-        self._num_scans += 1
-        found = {fd for fd, events in self._poll.poll(0) if events & self.EVENTS and not events & select.POLLNVAL}
-        new = {fd: peer_of(fd) for fd in found & self._seen if fd not in self._addresses}
-        self._addresses = {fd: peer for fd, peer in (self._addresses | new).items() if fd in found}
-        self._seen = found
-        self.current = set(self._addresses.values())
-        return set(new.values())
-
-    def _refresh(self) -> None:
-        self._poll = select.poll()
-        top = max((int(name) for name in os.listdir("/proc/self/fd")), default=64)
-        for fd in range(3, top + 32):
-            self._poll.register(fd, self.EVENTS)
-
-
-def peer_of(fd: int) -> str:
-    """The address at the other end of a descriptor, "" for one that is no connection any more."""
-    try:
-        with socket.socket(fileno=os.dup(fd)) as connection:
-            return address(connection.getpeername()[0]) if connection.family != socket.AF_UNIX else ""
-    except (OSError, IndexError):
-        return ""
 
 
 class Ledger:

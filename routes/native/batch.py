@@ -6,8 +6,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from routes.http.context import Call
 from routes.http.off_loop import off_loop
-from routes.http.site import Answer, Call, Plain, json_reply
+from routes.http.replies import Plain, json_reply
+from routes.http.streams import Answer
 from routes.native.chat import Document, reply_to, usage_of
 from routes.schemas import Body, ContentsBody, Messages, PromptsBody, Texts, validate
 from rwkv_batch.errors import InvalidRequest

@@ -4,7 +4,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from routes.http.site import JSON, Answer, Call, Plain, json_reply
+from routes.http.context import Call
+from routes.http.replies import JSON, Plain, json_reply
+from routes.http.streams import Answer
 from routes.native.chat import NATIVE_ID, reply_to, templated
 from routes.schemas import ContentsBody, Messages
 from rwkv_batch.text import prompts

@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 import msgspec
 from pydantic import Field
 
-from routes.http.site import DONE, Answer, Call, Plain, dumps, error_document, sse
-from routes.openai import chat as openai_chat
+from routes.http.context import Call
+from routes.http.replies import DONE, Plain, dumps, error_document, sse
+from routes.http.streams import Answer
 from routes.schemas import ContentsBody, Messages, PromptsBody, validate
 from rwkv_batch.errors import EngineFailed, InvalidRequest, RwkvBatchError
 from rwkv_batch.ipc.channel import Event, error_of
@@ -61,10 +62,7 @@ def templated(turns: list[Turn], tail: str, field: str) -> str:
 
 
 async def completions(call: Call) -> Plain | Answer:
-    """POST /v1/chat/completions: complete each text of `contents`, or in OpenAI's form answer `messages`."""
-    call.nested = call.body.get("contents") is None and call.body.get("messages") is not None
-    if call.nested:
-        return await openai_chat.chat_completions(call)
+    """POST /v1/chat/completions with `contents`: complete each text."""
     if call.body.get("contents") is None and call.body.get("text_list") is not None:
         raise InvalidRequest(
             "this path takes contents; for text_list, the form of a translation, the URL is /translate/v1/batch-translate",

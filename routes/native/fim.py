@@ -4,7 +4,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from routes.http.site import Answer, Call, Plain
+from routes.http.context import Call
+from routes.http.replies import Plain
+from routes.http.streams import Answer
 from routes.native.chat import NATIVE_ID, reply_to
 from routes.schemas import PromptsBody, Texts
 from rwkv_batch.config import Config

@@ -15,7 +15,9 @@ from typing import Any, ClassVar
 import msgspec
 from pydantic import Field
 
-from routes.http.site import DONE, Answer, Call, Plain, json_reply, sse
+from routes.http.context import Call
+from routes.http.replies import DONE, Plain, json_reply, sse
+from routes.http.streams import Answer
 from routes.native.chat import NATIVE_ID, Chunks, Document
 from routes.schemas import MAX_ID, Body, ContentsBody, Texts, session_name, validate
 from rwkv_batch.config import Config

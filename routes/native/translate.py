@@ -10,8 +10,10 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
+from routes.http.context import Call
 from routes.http.off_loop import off_loop
-from routes.http.site import Answer, Call, Plain, json_reply
+from routes.http.replies import Plain, json_reply
+from routes.http.streams import Answer
 from routes.schemas import Body, Texts, validate
 from rwkv_batch.errors import EngineFailed, InvalidRequest, RwkvBatchError
 from rwkv_batch.ipc.channel import Event, error_of

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from routes.admin import model_name
-from routes.http.site import DONE, Call, dumps, error_document, sse
+from routes.http.context import Call
+from routes.http.replies import DONE, dumps, error_document, sse
 from routes.openai.reasoning import Thought
 from routes.openai.schemas import END_TEXT, ChatBody, CompletionBody, GenerationBody, split_ends
 from rwkv_batch.errors import EngineFailed, RwkvBatchError
@@ -67,7 +67,7 @@ class Answer:
             "id": f"{self.prefix}-{call.id}",
             "object": self.object_name,
             "created": int(time.time()),
-            "model": model_name(call),
+            "model": call.model_name,
             "system_fingerprint": f"rwkv-{info.fingerprint[:12] or 'none'}" if info else None,
         }
         self._chunk_head = "data: " + dumps({**self.head, "object": self.chunk_name})[:-1] + ', "choices": '

@@ -2,9 +2,9 @@
 
 from urllib.parse import unquote
 
-from routes.admin import model_name
-from routes.http.site import Answer as Stream
-from routes.http.site import Call, Plain, json_reply
+from routes.http.context import Call
+from routes.http.replies import Plain, json_reply
+from routes.http.streams import Answer as Stream
 from routes.openai.answers import Answer, ChatAnswer, CompletionAnswer
 from routes.openai.schemas import ChatBody, CompletionBody, read
 from rwkv_batch.errors import InvalidRequest, NotFound
@@ -48,7 +48,7 @@ async def embeddings(call: Call) -> Plain:
 
 def described(call: Call) -> dict[str, object]:
     """The one model; `root` and `parent`, which vLLM's list has, are what its load generator reads."""
-    name = model_name(call)
+    name = call.model_name
     return {
         "id": name,
         "object": "model",
@@ -67,8 +67,8 @@ async def models(call: Call) -> Plain:
 
 async def model(call: Call) -> Plain:
     """GET models/{id}."""
-    if unquote(call.params["model"]) != model_name(call):
-        raise NotFound(f"no such model; this server has {model_name(call)}", param="model", code="model_not_found")
+    if unquote(call.params["model"]) != call.model_name:
+        raise NotFound(f"no such model; this server has {call.model_name}", param="model", code="model_not_found")
     return json_reply(described(call))
 
 

@@ -7,9 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from routes.http.context import Call
 from routes.http.off_loop import off_loop
-from routes.http.site import Answer as Stream
-from routes.http.site import Call, Plain, dumps, error_document, json_reply
+from routes.http.replies import Plain, dumps, error_document, json_reply
+from routes.http.streams import Answer as Stream
 from routes.openai.answers import Answer, new_id
 from routes.openai.chat import answer_with
 from routes.openai.schemas import NO_LIMIT, ChatMessage, GenerationBody, at_most, read

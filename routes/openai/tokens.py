@@ -2,8 +2,9 @@
 
 from pydantic import Field
 
+from routes.http.context import Call
 from routes.http.off_loop import off_loop
-from routes.http.site import Call, Plain, json_reply
+from routes.http.replies import Plain, json_reply
 from routes.openai.answers import Vocabulary
 from routes.openai.schemas import END_TEXT, Conversation, read, split_ends
 from routes.openai.template import CHAT_TEMPLATE

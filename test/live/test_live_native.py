@@ -27,7 +27,7 @@ from scripted_server import (
 from server_process import PATIENCE, ROOT, ServerProcess, wait_until
 
 from routes import ROUTES, Route
-from routes.http.site import NATIVE_FIELDS
+from routes.dialects import NATIVE_FIELDS
 
 V1, V2, V3 = "/v1/chat/completions", "/v2/chat/completions", "/v3/chat/completions"
 FIM, BIG, BATCH = "/FIM/v1/batch-FIM", "/big_batch/completions", "/v1/batch/completions"

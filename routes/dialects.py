@@ -1,0 +1,30 @@
+"""Which of the two dialects a chat is in, on the paths that take both."""
+
+from typing import Any
+
+from routes.http.context import Call, Form
+from routes.http.replies import Plain
+from routes.http.streams import Answer
+from routes.native import chat as native_chat
+from routes.openai import chat as openai_chat
+
+NATIVE_FIELDS = ("contents", "text_list", "prefix", "suffix", "dialogue_idx", "chats")
+
+
+def is_native(body: dict[str, Any] | str | bytes) -> bool:
+    """Whether a body is clearly not OpenAI's form of a chat; it may be one that could not be parsed."""
+    if isinstance(body, dict):
+        return any(field in body for field in NATIVE_FIELDS)
+    quoted = (f'"{field}"' for field in NATIVE_FIELDS)
+    return any((field if isinstance(body, str) else field.encode()) in body for field in quoted)
+
+
+def form_of_errors(body: dict[str, Any] | str | bytes) -> Form:
+    """OpenAI's unless the body is clearly native."""
+    return "native" if is_native(body) else "openai"
+
+
+async def chat_completions(call: Call) -> Plain | Answer:
+    """POST /v1/chat/completions: complete each text of `contents`, or in OpenAI's form answer `messages`."""
+    call.nested = call.body.get("contents") is None and call.body.get("messages") is not None
+    return await (openai_chat.chat_completions(call) if call.nested else native_chat.completions(call))

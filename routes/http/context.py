@@ -1,0 +1,77 @@
+"""One HTTP call as the routes see it, and what a route is."""
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from routes.http.access import OWNER, Headers
+from routes.http.replies import Plain
+from routes.http.streams import Answer
+from rwkv_batch.config import Config
+from rwkv_batch.ipc.channel import Ticket
+
+if TYPE_CHECKING:
+    from routes.http.site import Site
+
+
+@dataclass
+class Call:
+    """One HTTP call as the routes see it.
+
+    body   parsed JSON of a POST, checked for depth only; where a file is posted, what the URL gives behind ?
+    body_bytes  size of that JSON as it came
+    file   the bytes of that file
+    peer   address it came from, "" when that is not known
+    token  what the URL gives as ?token=
+    params what the path gives, by the names in the table of routes
+    nested whether errors have OpenAI's form
+    caller name of the API key it came with, else OWNER
+    given_id the caller's own X-Request-Id, "" without one
+    """
+
+    site: "Site"
+    method: str
+    path: str
+    headers: Headers
+    peer: str = ""
+    token: str | None = None
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    body: dict[str, Any] = field(default_factory=dict)
+    body_bytes: int = 0
+    file: bytes = b""
+    params: dict[str, str] = field(default_factory=dict)
+    nested: bool = False
+    caller: str = OWNER
+    given_id: str = ""
+    began: float = field(default_factory=time.monotonic)
+    status: int = 200
+    num_prompts: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    ticket: Ticket | None = None
+    failed: bool = False  # after its answer had begun
+
+    @property
+    def config(self) -> Config:
+        """The process's settings."""
+        return self.site.config
+
+    @property
+    def model_name(self) -> str:
+        """The served name: the setting, else what the engine loaded."""
+        info = self.site.client.info
+        return self.config.model_name if info is None or self.config.served_model_name is not None else info.model
+
+    @property
+    def namespace(self) -> str:
+        """Whose sessions and cached prefixes are used; that of the password is ""."""
+        return self.caller if self.config.isolate else ""
+
+
+# admin: not with an API key; translate: open to this host, or to all by --open-translate
+Access = Literal["password", "admin", "open", "translate"]
+Form = Literal["native", "openai"]  # of errors
+FormOf = Callable[[dict[str, Any] | str | bytes], Form]  # where the body decides, which may be one that could not be parsed
+Handler = Callable[[Call], Awaitable[Plain | Answer]]
