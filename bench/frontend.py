@@ -174,7 +174,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from unittest import mock
 with mock.patch.object(sys, "argv", ["x"]):
-    from routes.native.chat import Chunks
+    from routes.native.chat import ChunkFormatter
     from routes.schemas import ContentsBody, parse, validate
 from rwkv_batch.ipc.client import EngineClient, Ticket
 from rwkv_batch.config import Config
@@ -199,7 +199,7 @@ async def chat(request: Request):
     client.loop = asyncio.get_running_loop()
     body = validate(ContentsBody, parse(await request.body(), 64))
     made = body.to_request(body.checked_texts(config), "u%d" % id(request), config, lambda text: list(text.encode()))
-    chunks, queue = Chunks(1, body.chunk_size), asyncio.Queue()
+    chunks, queue = ChunkFormatter(1, body.chunk_size), asyncio.Queue()
     def translate(event):
         if data := chunks.feed(event):
             pending.append((queue, data))

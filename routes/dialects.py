@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from routes.http.context import Call, Form
-from routes.http.replies import Plain
-from routes.http.streams import Answer
+from routes.http.context import Form, RequestContext
+from routes.http.streams import Reply
 from routes.native import chat as native_chat
 from routes.openai import chat as openai_chat
 
@@ -24,7 +23,7 @@ def form_of_errors(body: dict[str, Any] | str | bytes) -> Form:
     return "native" if is_native(body) else "openai"
 
 
-async def chat_completions(call: Call) -> Plain | Answer:
+async def chat_completions(context: RequestContext) -> Reply:
     """POST /v1/chat/completions: complete each text of `contents`, or in OpenAI's form answer `messages`."""
-    call.nested = call.body.get("contents") is None and call.body.get("messages") is not None
-    return await (openai_chat.chat_completions(call) if call.nested else native_chat.completions(call))
+    context.nested = context.body.get("contents") is None and context.body.get("messages") is not None
+    return await (openai_chat.chat_completions(context) if context.nested else native_chat.completions(context))

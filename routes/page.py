@@ -5,8 +5,8 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
-from routes.http.context import Call, Handler
-from routes.http.replies import Plain
+from routes.http.context import Handler, RequestContext
+from routes.http.replies import Response
 from rwkv_batch.shipped import folder
 
 TYPES = {
@@ -59,26 +59,26 @@ def read(root: Path) -> dict[str, File]:
 FILES = read(folder("web"))
 
 
-def is_asked_for(call: Call) -> bool:
+def is_asked_for(context: RequestContext) -> bool:
     """Whether a browser asks for a page rather than a program for JSON."""
-    return "index.html" in FILES and "text/html" in (call.headers.get("accept") or "")
+    return "index.html" in FILES and "text/html" in (context.headers.get("accept") or "")
 
 
-def reply(call: Call, name: str) -> Plain:
+def reply(context: RequestContext, name: str) -> Response:
     """One file: 304 when the browser has it already."""
     file = FILES[name]
     headers = HEADERS | {"ETag": file.etag, "Vary": "Accept, Accept-Encoding"}
-    if call.headers.get("if-none-match") == file.etag:
-        return Plain(b"", 304, content_type=file.content_type, headers=headers)
-    if "gzip" in (call.headers.get("accept-encoding") or ""):
-        return Plain(file.compressed, content_type=file.content_type, headers=headers | {"Content-Encoding": "gzip"})
-    return Plain(file.data, content_type=file.content_type, headers=headers)
+    if context.headers.get("if-none-match") == file.etag:
+        return Response(b"", 304, content_type=file.content_type, headers=headers)
+    if "gzip" in (context.headers.get("accept-encoding") or ""):
+        return Response(file.compressed, content_type=file.content_type, headers=headers | {"Content-Encoding": "gzip"})
+    return Response(file.data, content_type=file.content_type, headers=headers)
 
 
 def handler(name: str) -> Handler:
     """What answers GET for one file."""
 
-    async def handle(call: Call) -> Plain:
-        return reply(call, name)
+    async def handle(context: RequestContext) -> Response:
+        return reply(context, name)
 
     return handle

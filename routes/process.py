@@ -18,7 +18,7 @@ from robyn.robyn import HttpMethod
 
 from routes import ROUTES, dialects
 from routes.http.endpoint import endpoint, preflight, release_iterators, unknown
-from routes.http.site import Site
+from routes.http.http_app import HttpApp
 from rwkv_batch import metrics
 from rwkv_batch.config import Config
 from rwkv_batch.errors import Unavailable
@@ -37,23 +37,23 @@ def run(control: Control) -> int:
     """Serve until told to stop; returns the exit code of a server that ended by itself."""
     config, folder = control.config, control.folder
     client = EngineClient(address_in(folder), heartbeat=config.heartbeat, peer_seconds=config.peer_seconds)
-    site = Site(config, client, metrics.HttpMetrics(), folder)
+    app = HttpApp(config, client, metrics.HttpMetrics(), folder)
 
     def drain() -> None:
-        site.draining = True
+        app.draining = True
         threading.Thread(target=wait_idle, daemon=True).start()
 
     def wait_idle() -> None:
-        while not site.idle:
+        while not app.idle:
             time.sleep(0.02)
         time.sleep(0.1)  # what was handed to Robyn last is still being written
         control.report("idle")
 
     def stop() -> None:
-        site.draining = True
+        app.draining = True
         client.fail_all(Unavailable("the server is stopping", code="draining"))
         deadline = time.monotonic() + 1.0
-        while not site.idle and time.monotonic() < deadline:
+        while not app.idle and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.1)
         lines.leave(0)
@@ -83,47 +83,47 @@ def run(control: Control) -> int:
         "1",
         "--disable-openapi",
     ]  # read by its settings
-    app = Robyn(str(folder / "app.py"), config=RobynConfig())  # where it looks for a robyn.env to load, so not here
-    register(app, site)
-    app.startup_handler(up)
+    robyn = Robyn(str(folder / "app.py"), config=RobynConfig())  # where it looks for a robyn.env to load, so not here
+    register(robyn, app)
+    robyn.startup_handler(up)
     control.listen({"drain": drain, "stop": stop})
     client.start()
     deadline = time.monotonic() + (MEET_SECONDS if control.birth.engine_ready else 0.0)
-    while (client.phase == "lost" or site.tokenizer is None) and time.monotonic() < deadline:
+    while (client.phase == "lost" or app.tokenizer is None) and time.monotonic() < deadline:
         time.sleep(0.005)  # who listens before would refuse what its neighbours answer
-    app.start(config.host or "127.0.0.1", config.port, _check_port=False)
+    robyn.start(config.host or "127.0.0.1", config.port, _check_port=False)
     return 1
 
 
-def register(app: Robyn, site: Site) -> None:
+def register(robyn: Robyn, app: HttpApp) -> None:
     """Give Robyn the table, HEAD beside every GET, OPTIONS everywhere, and an answer of ours for all the rest."""
-    site.release_iterators = release_iterators
+    app.release_iterators = release_iterators
     methods_by_path: dict[str, list[str]] = defaultdict(list)
     for route in ROUTES:
         for method in [route.method, "HEAD"] if route.method == "GET" else [route.method]:
             methods_by_path[route.path].append(method)
             reads = "nothing" if method != "POST" else "file" if route.takes_file else "json"
             handler = endpoint(
-                site,
+                app,
                 route.handler,
                 access=route.access,
                 form=dialects.form_of_errors if route.form == "chat" else route.form,
                 reads=reads,
                 may_be_empty=route.may_be_empty,
             )
-            add(app, method, route.path, handler)
-    others = endpoint(site, unknown(dict(methods_by_path)), access="open")
-    asked = endpoint(site, preflight, access="open")
+            add(robyn, method, route.path, handler)
+    others = endpoint(app, unknown(dict(methods_by_path)), access="open")
+    asked = endpoint(app, preflight, access="open")
     for path in ("/", "/*rest"):
-        add(app, "OPTIONS", path, asked)
+        add(robyn, "OPTIONS", path, asked)
         for method in METHODS:
             if path != "/" or method not in methods_by_path["/"]:
-                add(app, method, path, others)
+                add(robyn, method, path, others)
 
 
-def add(app: Robyn, method: str, path: str, handler: object) -> None:
+def add(robyn: Robyn, method: str, path: str, handler: object) -> None:
     """Register one handler."""
-    app.add_route(getattr(HttpMethod, method), path, handler)
+    robyn.add_route(getattr(HttpMethod, method), path, handler)
 
 
 def narrow_affinity(index: int, keep: bool) -> Callable[[], None]:

@@ -6,7 +6,7 @@ import quiet_robyn  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routes.native.chat import Chunks, Document
+from routes.native.chat import ChunkFormatter, DocumentFormatter
 from rwkv_batch.errors import Unavailable
 from rwkv_batch.request import Delta, Failure, Finish, Progress
 
@@ -30,7 +30,7 @@ def texts(event: dict) -> list[tuple[int, str]]:
 
 
 def test_an_event_waits_for_chunk_size_tokens_and_takes_all_rows_that_have_them():
-    chunks = Chunks(3, chunk_size=2)
+    chunks = ChunkFormatter(3, chunk_size=2)
     assert chunks.feed(step([Delta(0, "a", 1), Delta(1, "b", 2), Delta(2, "", 1)])) == (
         b'data: {"object": "chat.completion.chunk", "choices": [{"index": 1, "delta": {"content": "b"}}]}\n\n'
     )
@@ -41,11 +41,11 @@ def test_an_event_waits_for_chunk_size_tokens_and_takes_all_rows_that_have_them(
 
 
 def test_non_ascii_stays_as_it_is():
-    assert "文✿😀".encode() in Chunks(1, 1).feed(step([Delta(0, "文✿😀", 1)]))
+    assert "文✿😀".encode() in ChunkFormatter(1, 1).feed(step([Delta(0, "文✿😀", 1)]))
 
 
 def test_a_row_that_ends_is_flushed_and_gets_its_reason():
-    chunks = Chunks(2, chunk_size=100)
+    chunks = ChunkFormatter(2, chunk_size=100)
     events = payloads(chunks.feed(step([Delta(0, "a", 1), Delta(1, "x", 1)], [Finish(0, "stop", 3, 2)])))
     assert texts(events[0]) == [(0, "a")]
     assert events[1] == {
@@ -60,17 +60,17 @@ def test_a_row_that_ends_is_flushed_and_gets_its_reason():
 
 
 def test_done_comes_only_after_success():
-    assert payloads(Chunks(1, 1).feed(Failure("r", "EngineFailed", "it broke"))) == [{"error": "it broke"}]
-    chunks = Chunks(2, 1)
+    assert payloads(ChunkFormatter(1, 1).feed(Failure("r", "EngineFailed", "it broke"))) == [{"error": "it broke"}]
+    chunks = ChunkFormatter(2, 1)
     chunks.feed(step([], [Finish(0, "error", 1, 1, "not finite")]))
     events = payloads(chunks.feed(step([Delta(1, "a", 1)], [Finish(1, "stop", 1, 1)])))
     assert events[-1] == {"error": "not finite"}
     assert "[DONE]" not in events
-    assert payloads(Chunks(1, 1).feed(step([], [Finish(0, "cancelled", 1, 1)])))[-1] == {"error": "a row was cancelled"}
+    assert payloads(ChunkFormatter(1, 1).feed(step([], [Finish(0, "cancelled", 1, 1)])))[-1] == {"error": "a row was cancelled"}
 
 
 def test_a_document_keeps_the_order_of_the_prompts():
-    document = Document("rwkv7-batch", "m", 2)
+    document = DocumentFormatter("rwkv7-batch", "m", 2)
     assert document.feed(step([Delta(1, "b", 1)], [Finish(1, "length", 2, 3)])) is None
     body = document.feed(step([Delta(0, "文", 1)], [Finish(0, "stop", 1, 2)]))
     assert "文".encode() in body
@@ -81,15 +81,15 @@ def test_a_document_keeps_the_order_of_the_prompts():
 
 
 def test_a_failed_document_is_its_error():
-    failed = Document("i", "m", 1).feed(Failure("r", "Unavailable", "gone"))
+    failed = DocumentFormatter("i", "m", 1).feed(Failure("r", "Unavailable", "gone"))
     assert (type(failed), failed.message) == (Unavailable, "gone")
 
 
 def test_a_document_of_rows_that_all_failed_is_an_error():
-    document = Document("i", "m", 2)
+    document = DocumentFormatter("i", "m", 2)
     assert document.feed(step([], [Finish(0, "error", 1, 0, "not finite")])) is None
     assert document.feed(step([], [Finish(1, "error", 1, 0, "not finite")])).status == 500
-    document = Document("i", "m", 2)
+    document = DocumentFormatter("i", "m", 2)
     document.feed(step([Delta(1, "a", 1)], [Finish(0, "error", 1, 0, "not finite")]))
     choices = json.loads(document.feed(step([], [Finish(1, "stop", 1, 1)])))["choices"]
     assert [choice.get("error") for choice in choices] == ["not finite", None]
@@ -100,7 +100,7 @@ def test_a_document_of_rows_that_all_failed_is_an_error():
     st.integers(1, 9),
 )
 def test_streamed_text_is_the_whole_text_for_any_chunk_size(rows, chunk_size):
-    chunks, document = Chunks(len(rows), chunk_size), Document("i", "m", len(rows))
+    chunks, document = ChunkFormatter(len(rows), chunk_size), DocumentFormatter("i", "m", len(rows))
     sent, whole = b"", None
     for turn in range(max(map(len, rows)) + 1):
         deltas = [Delta(i, *row[turn]) for i, row in enumerate(rows) if turn < len(row)]

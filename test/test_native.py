@@ -142,7 +142,7 @@ def test_an_error_about_what_is_counted_names_its_field():
     async def encode(texts, field):
         return prompt_ids(texts, field, Config(max_prompt_tokens=2), list)
 
-    call = SimpleNamespace(site=SimpleNamespace(encode=encode), body_bytes=0)
+    call = SimpleNamespace(app=SimpleNamespace(encode=encode), body_bytes=0)
     for body in ({"text": "abc"}, {"messages": [{"content": "abc"}]}, {"contents": ["abc"]}):
         call.body = body
         with pytest.raises(InvalidRequest) as refused:
@@ -178,10 +178,10 @@ def test_who_calls_from_this_host(peer, headers, local):
 
 
 def test_keys_do_not_share_remembered_sentences():
-    site = SimpleNamespace(client=SimpleNamespace(info=None))
-    alice, bob = (Work(SimpleNamespace(site=site, namespace=name), "de", Placeholders()) for name in ("alice", "bob"))
+    app = SimpleNamespace(client=SimpleNamespace(info=None))
+    alice, bob = (Work(SimpleNamespace(app=app, namespace=name), "de", Placeholders()) for name in ("alice", "bob"))
     paragraph = Paragraph("one", "en", "de")
-    assert alice._key(paragraph) == Work(alice.call, "de", Placeholders())._key(paragraph)
+    assert alice._key(paragraph) == Work(alice.context, "de", Placeholders())._key(paragraph)
     assert alice._key(paragraph) != bob._key(paragraph)
 
 

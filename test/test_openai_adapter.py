@@ -20,17 +20,17 @@ import quiet_robyn  # noqa: F401
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
 
 from routes.http.access import Secrets
-from routes.http.context import Call
+from routes.http.context import RequestContext
+from routes.http.http_app import HttpApp
 from routes.http.replies import error_document
-from routes.http.site import Site
-from routes.openai.answers import ChatAnswer, CompletionAnswer
-from routes.openai.reasoning import Thought
-from routes.openai.responses import ResponseAnswer, ResponseBody
+from routes.openai.answers import ChatFormatter, CompletionFormatter
+from routes.openai.reasoning import ReasoningParser
+from routes.openai.responses import ResponseBody, ResponseFormatter
 from routes.openai.schemas import ChatBody, CompletionBody, GenerationBody, read
 from routes.openai.tokens import detokenize, tokenize
 from rwkv_batch.config import Config
 from rwkv_batch.errors import BatchTooLarge, InvalidRequest, Unauthorized, Unavailable, UsageError
-from rwkv_batch.ipc.channel import EngineInfo
+from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.request import Delta, Failure, Finish, Progress, PromptScore, Request, Sequence, TokenLogprob
 from rwkv_batch.secrets import read_api_keys
 from rwkv_batch.text import prompts, tokenizer
@@ -152,7 +152,7 @@ def test_only_the_start_of_a_raw_prompt_can_hold_the_end_token():
 def test_texts_and_ids_are_the_same_prompts_to_an_evaluation():
     """Windows of a document, the first behind the end token, sent as texts that detokenize gave."""
     world = tokenizer.for_vocab(65536)
-    site = SimpleNamespace(tokenizer=world, loaded_tokenizer=None, encode=None)
+    app = SimpleNamespace(tokenizer=world, loaded_tokenizer=None, encode=None)
 
     async def loaded() -> tokenizer.Tokenizer:
         return world
@@ -161,9 +161,9 @@ def test_texts_and_ids_are_the_same_prompts_to_an_evaluation():
         return [world.encode(text) for text in texts]
 
     def answer_of(route, **fields) -> dict:
-        return json.loads(asyncio.run(route(SimpleNamespace(body=fields, body_bytes=0, config=CONFIG, site=site))).body)
+        return json.loads(asyncio.run(route(SimpleNamespace(body=fields, body_bytes=0, config=CONFIG, app=app))).body)
 
-    site.loaded_tokenizer, site.encode = loaded, encoded
+    app.loaded_tokenizer, app.encode = loaded, encoded
     ids = world.encode("The old bridge and the river.\n\n  Über 世界, done.\n" * 20)
     windows = [[0, *ids[:50]], *(ids[start - 1 : start + 50] for start in range(50, len(ids), 50)), [0], [0, 0, *ids[:3]]]
     for window in windows:
@@ -190,8 +190,8 @@ def test_an_empty_session_id_is_none():
 
 def test_the_end_token_echoes_as_the_text_it_has():
     prompts = ["<|endoftext|>", [0], "ab", "<|endoftext|>ab", [0, 97, 98]]
-    assert answer_to(CompletionAnswer, CompletionBody, prompt=prompts, echo=True).echoes == ["", "", "ab", "ab", "ab"]
-    filled = answer_to(CompletionAnswer, CompletionBody, prompt="<|endoftext|>ab", suffix="c", echo=True)
+    assert answer_to(CompletionFormatter, CompletionBody, prompt=prompts, echo=True).echoes == ["", "", "ab", "ab", "ab"]
+    filled = answer_to(CompletionFormatter, CompletionBody, prompt="<|endoftext|>ab", suffix="c", echo=True)
     assert filled.echoes == ["<|endoftext|>ab"], "which was fed as text"
 
 
@@ -388,36 +388,36 @@ def test_requests_wait_for_the_tokenizer_of_a_ready_engine(tmp_path):
 
     async def run() -> None:
         client = LoadingClient("ready")
-        site = Site(CONFIG, client, SimpleNamespace(), tmp_path)
+        app = HttpApp(CONFIG, client, SimpleNamespace(), tmp_path)
         with pytest.raises(Unavailable, match="tokenizer is still loading"):
-            site.check()
-        waiting = asyncio.create_task(site.encode(["ab"], "prompt"))
-        asking = asyncio.create_task(detokenize(SimpleNamespace(body={"tokens": [97]}, config=CONFIG, site=site)))
+            app.check()
+        waiting = asyncio.create_task(app.encode(["ab"], "prompt"))
+        asking = asyncio.create_task(detokenize(SimpleNamespace(body={"tokens": [97]}, config=CONFIG, app=app)))
         await asyncio.sleep(0.05)
         assert not waiting.done()
         assert not asking.done()
         client.on_info(EngineInfo(model="m", fingerprint="f" * 32, vocab_size=256))
         assert await waiting == [[97, 98]]
         assert json.loads((await asking).body)["prompt"] == "a"
-        site.check()
+        app.check()
         client.phase = "loading"
         with pytest.raises(Unavailable, match="model is still loading"):
-            await site.encode(["ab"], "prompt")
+            await app.encode(["ab"], "prompt")
 
     asyncio.run(run())
 
 
 def test_without_an_engine_nothing_waits(tmp_path):
-    site = Site(CONFIG, LoadingClient("lost"), SimpleNamespace(), tmp_path)
+    app = HttpApp(CONFIG, LoadingClient("lost"), SimpleNamespace(), tmp_path)
     with pytest.raises(Unavailable, match="model is still loading"):
-        asyncio.run(site.loaded_tokenizer())
+        asyncio.run(app.loaded_tokenizer())
 
 
 def test_a_tokenizer_that_does_not_come_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("routes.http.site.TOKENIZER_SECONDS", 0.0)
-    site = Site(CONFIG, LoadingClient("ready"), SimpleNamespace(), tmp_path)
+    monkeypatch.setattr("routes.http.http_app.TOKENIZER_SECONDS", 0.0)
+    app = HttpApp(CONFIG, LoadingClient("ready"), SimpleNamespace(), tmp_path)
     with pytest.raises(Unavailable, match="tokenizer is still loading"):
-        asyncio.run(site.encode(["ab"], "prompt"))
+        asyncio.run(app.encode(["ab"], "prompt"))
 
 
 @pytest.mark.parametrize("size", [1, 100_000])
@@ -431,10 +431,10 @@ def test_a_conversation_is_templated_once_and_a_long_one_not_on_the_event_loop(t
     monkeypatch.setattr(prompts, "conversation", conversation)
     client = LoadingClient("ready")
     figures = SimpleNamespace(observe=lambda number: None)
-    site = Site(CONFIG, client, SimpleNamespace(num_prompts=figures, max_tokens=figures), tmp_path)
+    app = HttpApp(CONFIG, client, SimpleNamespace(num_prompts=figures, max_tokens=figures), tmp_path)
     client.on_info(EngineInfo(model="m", fingerprint="f" * 32, vocab_size=256))
-    call = Call(site, "POST", "/", {}, body_bytes=size)
-    request = asyncio.run(site.to_request(call, read(ChatBody, {"messages": [{"content": "a" * size}]})))
+    call = RequestContext(app, "POST", "/", {}, body_bytes=size)
+    request = asyncio.run(app.to_request(call, read(ChatBody, {"messages": [{"content": "a" * size}]})))
     assert request.prompts
     assert len(threads) == 1
     assert (threads[0] == threading.get_ident()) == (size == 1)
@@ -447,8 +447,8 @@ def answer_to(kind, body_kind, **fields):
     """An answer whose events a test makes up."""
     asked = {"messages": HI, "prompt": "ab", "input": "hi"}
     body = read(body_kind, {body_kind.field: asked[body_kind.field], **fields})
-    site = SimpleNamespace(client=SimpleNamespace(info=EngineInfo(model="m", fingerprint="f" * 32)), tokenizer=BYTES)
-    call = SimpleNamespace(id="id", site=site, config=CONFIG, model_name="m")
+    app = SimpleNamespace(client=SimpleNamespace(info=EngineInfo(model="m", fingerprint="f" * 32)), tokenizer=BYTES)
+    call = SimpleNamespace(id="id", app=app, config=CONFIG, model_name="m")
     return kind(call, body, request_of(body))
 
 
@@ -469,7 +469,7 @@ def test_a_chat_from_events():
         step([Delta(0, "a", 1)], [Finish(1, "length", 38, 1)]),
         step([], [Finish(0, "stop", 38, 2)]),
     ]
-    whole = answer_to(ChatAnswer, ChatBody, n=2)
+    whole = answer_to(ChatFormatter, ChatBody, n=2)
     *nothing, document = [whole.document(event) for event in events]
     assert nothing == [None, None]
     document = json.loads(document)
@@ -479,7 +479,7 @@ def test_a_chat_from_events():
     usage = {key: document["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
     assert usage == {"prompt_tokens": num_prompt, "completion_tokens": 3, "total_tokens": num_prompt + 3}
 
-    stream = answer_to(ChatAnswer, ChatBody, n=2, stream_options={"include_usage": True})
+    stream = answer_to(ChatFormatter, ChatBody, n=2, stream_options={"include_usage": True})
     chunks = [chunk for event in events for chunk in payloads(stream.chunks(event))]
     assert chunks.pop() == "[DONE]"
     last = chunks.pop()
@@ -494,7 +494,7 @@ def test_a_chat_from_events():
 
 
 def test_no_usage_unless_asked():
-    stream = answer_to(ChatAnswer, ChatBody)
+    stream = answer_to(ChatFormatter, ChatBody)
     *chunks, done = payloads(stream.chunks(step([Delta(0, "a", 1)], [Finish(0, "stop", 1, 1)])))
     assert done == "[DONE]"
     assert all("usage" not in chunk for chunk in chunks)
@@ -503,14 +503,14 @@ def test_no_usage_unless_asked():
 def test_failures():
     failed = Failure("r", "Overloaded", "full", None, "queue_full", 1.0)
     right = {"error": {"message": "full", "type": "rate_limit_error", "param": None, "code": "queue_full"}}
-    whole = answer_to(ChatAnswer, ChatBody)
+    whole = answer_to(ChatFormatter, ChatBody)
     error = whole.document(failed)
     assert (error.status, error_document(error, nested=True)) == (429, right)
-    assert payloads(answer_to(CompletionAnswer, CompletionBody).chunks(failed)) == [right]
+    assert payloads(answer_to(CompletionFormatter, CompletionBody).chunks(failed)) == [right]
     broken = step([], [Finish(0, "error", 1, 0, "not finite")])
-    *_, last = payloads(answer_to(ChatAnswer, ChatBody).chunks(broken))
+    *_, last = payloads(answer_to(ChatFormatter, ChatBody).chunks(broken))
     assert "not finite" in last["error"]["message"], "and no [DONE] after it"
-    (event,) = payloads(answer_to(ResponseAnswer, ResponseBody).chunks(failed))
+    (event,) = payloads(answer_to(ResponseFormatter, ResponseBody).chunks(failed))
     assert (event["type"], event["error"]) == ("error", right["error"])
 
 
@@ -518,7 +518,7 @@ def test_a_response_and_its_stream():
     """The stream ends with the response, as the official API's does, and nothing follows that event."""
     events = [step([Delta(0, " a", 1)]), step([Delta(0, "b", 1)], [Finish(0, "stop", 4, 3)])]
     fields = {"store": False, "reasoning": {"effort": "none"}}
-    whole, stream = (answer_to(ResponseAnswer, ResponseBody, **fields) for _ in range(2))
+    whole, stream = (answer_to(ResponseFormatter, ResponseBody, **fields) for _ in range(2))
     response = json.loads([whole.document(event) for event in events][-1])
     assert response["output"][0]["content"][0]["text"] == "ab"
     assert (response["background"], response["store"], response["service_tier"]) == (False, False, "default")
@@ -529,14 +529,14 @@ def test_a_response_and_its_stream():
     assert told[0]["response"]["completed_at"] is None
     last = told[-1]
     assert (last["type"], last["response"]["usage"]) == ("response.completed", response["usage"])
-    cut = answer_to(ResponseAnswer, ResponseBody, max_output_tokens=-1)
+    cut = answer_to(ResponseFormatter, ResponseBody, max_output_tokens=-1)
     response = json.loads(cut.document(step([Delta(0, "a", 1)], [Finish(0, "length", 4, 1)])))
     assert (response["status"], response["completed_at"], response["max_output_tokens"]) == ("incomplete", None, None)
 
 
 def test_one_choice_that_fails_fails_the_answer_once_and_at_the_end():
     events = [step([], [Finish(1, "error", 1, 0, "not finite")]), step([Delta(0, "a", 1)]), step([], [Finish(0, "stop", 1, 1)])]
-    whole, stream = (answer_to(ChatAnswer, ChatBody, n=2, stream_options={"include_usage": True}) for _ in range(2))
+    whole, stream = (answer_to(ChatFormatter, ChatBody, n=2, stream_options={"include_usage": True}) for _ in range(2))
     *nothing, last = [whole.document(event) for event in events]
     assert nothing == [None, None]
     assert "choice 1: not finite" in last.message
@@ -548,7 +548,7 @@ def test_one_choice_that_fails_fails_the_answer_once_and_at_the_end():
 
 def test_tokens_of_a_chat_are_its_text_and_a_stop_id_is_none_of_it():
     tokens = [TokenLogprob(97, -0.5, [(97, -0.5), (255, -1.0)]), TokenLogprob(98, -1.0, []), TokenLogprob(99, -2.0, [])]
-    answer = answer_to(ChatAnswer, ChatBody, logprobs=True, top_logprobs=2, stop_token_ids=[99])
+    answer = answer_to(ChatFormatter, ChatBody, logprobs=True, top_logprobs=2, stop_token_ids=[99])
     document = json.loads(answer.document(step([Delta(0, "ab", 3, tokens)], [Finish(0, "stop", 1, 3)])))
     content = document["choices"][0]["logprobs"]["content"]
     assert [token["token"] for token in content] == ["a", "b"]
@@ -563,7 +563,7 @@ def test_the_older_form_of_logprobs():
         TokenLogprob(0, -0.3, [(0, -0.3)]),
     ]
     events = [step([], [], [PromptScore(0, prompt)]), step([Delta(0, "é", 3, sampled)], [Finish(0, "stop", 2, 3)])]
-    whole = answer_to(CompletionAnswer, CompletionBody, echo=True, logprobs=1)
+    whole = answer_to(CompletionFormatter, CompletionBody, echo=True, logprobs=1)
     choice = json.loads([whole.document(event) for event in events][-1])["choices"][0]
     assert choice["text"] == "abé"
     assert choice["logprobs"] == {
@@ -578,7 +578,7 @@ def test_the_older_form_of_logprobs():
         ],
         "text_offset": [0, 1, 2, 2, 3],
     }
-    stream = answer_to(CompletionAnswer, CompletionBody, echo=True, logprobs=1)
+    stream = answer_to(CompletionFormatter, CompletionBody, echo=True, logprobs=1)
     *chunks, _ = [chunk for event in events for chunk in payloads(stream.chunks(event))]
     joined = {
         key: [value for c in chunks for value in (c["choices"][0]["logprobs"] or {key: []})[key]] for key in choice["logprobs"]
@@ -589,13 +589,13 @@ def test_the_older_form_of_logprobs():
 
 def test_thoughts_and_their_tokens():
     fields = {"enable_think": True}
-    answer = answer_to(ChatAnswer, ChatBody, **fields)
+    answer = answer_to(ChatFormatter, ChatBody, **fields)
     deltas = [Delta(0, ">\nHm", 2), Delta(0, ".\n</thi", 2), Delta(0, "nk>\n\nYes", 2), Delta(0, "!", 1)]
     document = json.loads(answer.document(step(deltas, [Finish(0, "stop", 1, 7)])))
     message = document["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes!")
     assert document["usage"]["completion_tokens_details"] == {"reasoning_tokens": 6}
-    raw = answer_to(ChatAnswer, ChatBody, separate_reasoning=False, **fields)
+    raw = answer_to(ChatFormatter, ChatBody, separate_reasoning=False, **fields)
     message = json.loads(raw.document(step(deltas, [Finish(0, "stop", 1, 7)])))["choices"][0]["message"]
     assert message["content"] == "<think>\nHm.\n</think>\n\nYes!"
     assert "reasoning_content" not in message
@@ -609,7 +609,7 @@ def test_a_hidden_thought_is_counted_and_not_shown(fields):
     deltas = [Delta(0, text, 1, [TokenLogprob(97 + place, -1.0, [])]) for place, text in enumerate(texts)]
     events = [*(step([delta]) for delta in deltas), step([], [Finish(0, "stop", 1, 6)])]
     asked = {"enable_think": True, "logprobs": True, "stream_options": {"include_usage": True}, **fields}
-    whole, stream = (answer_to(ChatAnswer, ChatBody, **asked) for _ in range(2))
+    whole, stream = (answer_to(ChatFormatter, ChatBody, **asked) for _ in range(2))
     document = json.loads([whole.document(event) for event in events][-1])
     (choice,) = document["choices"]
     assert (choice["message"]["content"], "reasoning_content" in choice["message"]) == ("Yes!", False)
@@ -623,7 +623,7 @@ def test_a_hidden_thought_is_counted_and_not_shown(fields):
     assert [token for choice in choices for token in (choice["logprobs"] or {}).get("content", [])] == choice["logprobs"][
         "content"
     ]
-    cut = answer_to(ChatAnswer, ChatBody, **asked)
+    cut = answer_to(ChatFormatter, ChatBody, **asked)
     ended = payloads(cut.chunks(step([Delta(0, ">Hm</thi", 3)], [Finish(0, "length", 1, 3)])))
     assert not any(
         "reasoning_content" in chunk["choices"][0]["delta"] for chunk in ended if chunk != "[DONE]" and chunk["choices"]
@@ -657,7 +657,7 @@ def test_formats_of_thoughts():
 )
 def test_a_thought_is_told_from_the_answer_wherever_it_is_cut(text, begun, right):
     for cuts in itertools.combinations_with_replacement(range(len(text) + 1), 2):
-        thought = Thought(begun)
+        thought = ReasoningParser(begun)
         parts = [thought.feed(text[start:end]) for start, end in itertools.pairwise((0, *cuts, len(text)))]
         told = "".join(part[0] for part in parts) + thought.finish(), "".join(part[1] for part in parts)
         assert told == right, cuts

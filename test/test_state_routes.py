@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import quiet_robyn  # noqa: F401
 
-from routes.http.context import Call
-from routes.http.replies import Plain
+from routes.http.context import RequestContext
+from routes.http.replies import Response
 from routes.native import state
 from routes.openai.responses import ResponseBody
 from routes.schemas import validate
@@ -108,7 +108,7 @@ def events_of(chunks, kept: Kept | None, reason: str = "stop") -> list:
 
 def test_the_new_node_comes_directly_before_the_end():
     """Contract 9, line 9."""
-    *_, last, node, done = events_of(state.DialogueChunks(1, 8), KEPT)
+    *_, last, node, done = events_of(state.DialogueChunkFormatter(1, 8), KEPT)
     assert last["usage"]["completion_tokens"] == 2
     assert last["session"] == {"id": "s:3", "version": 1, "tokens": 17, "durable": True}
     assert node == {"object": "multi_state.dialogue_idx", "session_id": "s:3", "dialogue_idx": 3}
@@ -116,33 +116,33 @@ def test_the_new_node_comes_directly_before_the_end():
 
 
 def test_a_turn_of_one_session_has_no_such_event():
-    *_, last, done = events_of(state.TurnChunks(1, 8), Kept("s", 4, None, 17, False, replayed=True))
+    *_, last, done = events_of(state.TurnChunkFormatter(1, 8), Kept("s", 4, None, 17, False, replayed=True))
     assert last["session"] == {"id": "s", "version": 4, "tokens": 17, "durable": False, "replayed": True}
     assert done == "[DONE]"
-    assert "session" not in events_of(state.TurnChunks(1, 8), None)[-2]
+    assert "session" not in events_of(state.TurnChunkFormatter(1, 8), None)[-2]
 
 
 def test_a_row_that_failed_made_no_node():
-    events = events_of(state.DialogueChunks(1, 8), None, "error")
+    events = events_of(state.DialogueChunkFormatter(1, 8), None, "error")
     assert "[DONE]" not in events
     assert list(events[-1]) == ["error"]
     assert not any(event.get("object") == "multi_state.dialogue_idx" for event in events)
 
 
 def test_a_turn_that_cannot_be_stored_ends_with_its_error():
-    chunks = state.DialogueChunks(1, 1)
+    chunks = state.DialogueChunkFormatter(1, 1)
     chunks.feed(steps(KEPT)[0])
     assert chunks.feed(Failure("r", "StorageFailed", "the disk is full")) == b'data: {"error": "the disk is full"}\n\n'
 
 
 def test_whole_answers():
-    document = state.DialogueDocument(state.DIALOGUE_ID, "m", 1)
+    document = state.DialogueDocumentFormatter(state.DIALOGUE_ID, "m", 1)
     found = [document.feed(step) for step in steps(KEPT)]
     assert found[0] is None
     answer = json.loads(found[1])
     assert (answer["id"], answer["object"], answer["dialogue_idx"]) == ("rwkv7-multi-state", "chat.completion", 3)
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "ab"}
-    document = state.TurnDocument(state.NATIVE_ID, "m", 1)
+    document = state.TurnDocumentFormatter(state.NATIVE_ID, "m", 1)
     answer = json.loads([document.feed(step) for step in steps(None)][1])
     assert "session" not in answer, "without a session_id nothing was kept"
 
@@ -150,8 +150,8 @@ def test_whole_answers():
 # --- orders ---
 
 
-class FakeSite:
-    """Stands in for the process's Site: notes the order and gives the answer it was made with."""
+class FakeApp:
+    """Stands in for the process's HttpApp: notes the order and gives the answer it was made with."""
 
     def __init__(self, answer, folder: Path = Path()):
         self.config = Config()
@@ -168,11 +168,11 @@ class FakeSite:
         return self.answer
 
 
-def order(route, answer, body: dict, folder: Path = Path(), file: bytes = b"") -> tuple[Plain, FakeSite]:
+def order(route, answer, body: dict, folder: Path = Path(), file: bytes = b"") -> tuple[Response, FakeApp]:
     """Call a route; (its answer, the site with the order that was given)."""
-    site = FakeSite(answer, folder)
-    call = Call(site, "POST", "/", {}, body=body, file=file)
-    return asyncio.run(route(call)), site
+    app = FakeApp(answer, folder)
+    call = RequestContext(app, "POST", "/", {}, body=body, file=file)
+    return asyncio.run(route(call)), app
 
 
 DISK = Entry("d", "db", 1700000000.5, 3, 99, 4096)
@@ -181,8 +181,8 @@ PAGE = Page(sessions=[Entry("a", "l1", 5.0, 1, 7, 64), Entry("b", "l2", 6.0, 2, 
 
 def test_status_has_the_form_of_the_reference():
     """Contract 1.9, decision (k)."""
-    reply, site = order(state.status, PAGE, {})
-    assert site.orders == [Status()]
+    reply, app = order(state.status, PAGE, {})
+    assert app.orders == [Status()]
     answer = json.loads(reply.body)
     sessions = answer.pop("sessions")
     assert answer == {
@@ -196,13 +196,13 @@ def test_status_has_the_form_of_the_reference():
 
 
 def test_status_in_pages():
-    reply, site = order(state.status, PAGE, {"limit": 3, "offset": "1"})
-    assert site.orders == [Status(offset=1, limit=3)]
+    reply, app = order(state.status, PAGE, {"limit": 3, "offset": "1"})
+    assert app.orders == [Status(offset=1, limit=3)]
     assert json.loads(reply.body)["next_offset"] == 4
     assert json.loads(order(state.status, PAGE, {"limit": 3, "offset": 4})[0].body)["next_offset"] is None
     one = Page(sessions=[Entry("a", "l1", 5.0, 3, 7, 64, [3, 2])], total=7)
-    reply, site = order(state.status, one, {"session_id": "a"})
-    assert site.orders == [Status(name="a")]
+    reply, app = order(state.status, one, {"session_id": "a"})
+    assert app.orders == [Status(name="a")]
     assert json.loads(reply.body)["sessions"][0]["versions"] == [3, 2]
 
 
@@ -216,8 +216,8 @@ def test_status_in_pages():
 )
 def test_delete(found, prefix, status, answer):
     """Contract 9, line 23."""
-    reply, site = order(state.delete, Deleted(found, int(found)), {"session_id": "x", "delete_prefix": prefix})
-    assert site.orders == [Delete(name="x", prefix=prefix)]
+    reply, app = order(state.delete, Deleted(found, int(found)), {"session_id": "x", "delete_prefix": prefix})
+    assert app.orders == [Delete(name="x", prefix=prefix)]
     assert (reply.status, json.loads(reply.body)) == (status, answer)
 
 
@@ -241,8 +241,8 @@ def test_what_a_dialogue_needs():
 
 
 def test_fork_and_rewind():
-    reply, site = order(state.fork, PAGE, {"session_id": "s", "copies": ["a", "b"], "version": 2})
-    assert site.orders == [Fork(name="s", copies=["a", "b"], version=2)]
+    reply, app = order(state.fork, PAGE, {"session_id": "s", "copies": ["a", "b"], "version": 2})
+    assert app.orders == [Fork(name="s", copies=["a", "b"], version=2)]
     assert json.loads(reply.body)["status"] == "success"
     for copies in ([], ["a", "a"], [""], ["é" * 129], [1], ["x"] * 4097):
         with pytest.raises(InvalidRequest, match="copies"):
@@ -254,21 +254,21 @@ def test_fork_and_rewind():
 
 @pytest.mark.parametrize("route", [state.status, state.delete, state.fork, state.rewind])
 def test_orders_of_an_api_key_stay_in_its_namespace(route):
-    site = FakeSite(Deleted(True, 1) if route is state.delete else PAGE)
-    site.config = Config(isolate=True)
+    app = FakeApp(Deleted(True, 1) if route is state.delete else PAGE)
+    app.config = Config(isolate=True)
     for caller in ("alice", "bob"):
-        asyncio.run(route(Call(site, "POST", "/", {}, body={"session_id": "s", "copies": "t"}, caller=caller)))
-    assert [action.namespace for action in site.orders] == ["alice", "bob"]
+        asyncio.run(route(RequestContext(app, "POST", "/", {}, body={"session_id": "s", "copies": "t"}, caller=caller)))
+    assert [action.namespace for action in app.orders] == ["alice", "bob"]
 
 
 def test_files_are_handed_over_and_removed(tmp_path):
-    reply, site = order(state.export, PAGE, {"session_id": "s"}, tmp_path)
+    reply, app = order(state.export, PAGE, {"session_id": "s"}, tmp_path)
     assert reply.body == b"a state"
     assert reply.headers["X-Session-Version"] == "1"
-    assert site.orders[0].name == "s"
-    reply, site = order(state.import_file, PAGE, {"session_id": "s", "overwrite": "true"}, tmp_path, b"a state")
-    assert site.imported == b"a state"
-    assert site.orders[0].overwrite
+    assert app.orders[0].name == "s"
+    reply, app = order(state.import_file, PAGE, {"session_id": "s", "overwrite": "true"}, tmp_path, b"a state")
+    assert app.imported == b"a state"
+    assert app.orders[0].overwrite
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(InvalidRequest, match="empty"):
         order(state.import_file, PAGE, {"session_id": "s"}, tmp_path)

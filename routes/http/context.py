@@ -7,17 +7,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from routes.http.access import OWNER, Headers
-from routes.http.replies import Plain
-from routes.http.streams import Answer
+from routes.http.streams import Reply
 from rwkv_batch.config import Config
-from rwkv_batch.ipc.channel import Ticket
+from rwkv_batch.ipc.client import Ticket
 
 if TYPE_CHECKING:
-    from routes.http.site import Site
+    from routes.http.http_app import HttpApp
 
 
 @dataclass
-class Call:
+class RequestContext:
     """One HTTP call as the routes see it.
 
     body   parsed JSON of a POST, checked for depth only; where a file is posted, what the URL gives behind ?
@@ -31,7 +30,7 @@ class Call:
     given_id the caller's own X-Request-Id, "" without one
     """
 
-    site: "Site"
+    app: "HttpApp"
     method: str
     path: str
     headers: Headers
@@ -56,12 +55,12 @@ class Call:
     @property
     def config(self) -> Config:
         """The process's settings."""
-        return self.site.config
+        return self.app.config
 
     @property
     def model_name(self) -> str:
         """The served name: the setting, else what the engine loaded."""
-        info = self.site.client.info
+        info = self.app.client.info
         return self.config.model_name if info is None or self.config.served_model_name is not None else info.model
 
     @property
@@ -74,4 +73,4 @@ class Call:
 Access = Literal["password", "admin", "open", "translate"]
 Form = Literal["native", "openai"]  # of errors
 FormOf = Callable[[dict[str, Any] | str | bytes], Form]  # where the body decides, which may be one that could not be parsed
-Handler = Callable[[Call], Awaitable[Plain | Answer]]
+Handler = Callable[[RequestContext], Awaitable[Reply]]

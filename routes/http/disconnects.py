@@ -12,7 +12,7 @@ import socket
 from routes.http.streams import NUDGE
 from rwkv_batch.config import Config
 from rwkv_batch.errors import Unavailable
-from rwkv_batch.ipc.channel import EngineClient
+from rwkv_batch.ipc.client import EngineClient
 
 log = logging.getLogger(__name__)
 

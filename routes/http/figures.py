@@ -6,10 +6,10 @@ import time
 from collections import deque
 
 from routes.http.access import OWNER
-from routes.http.context import Call
-from rwkv_batch.ipc.channel import Event, Ticket
+from routes.http.context import RequestContext
+from rwkv_batch.ipc.client import Ticket
 from rwkv_batch.metrics import HttpMetrics
-from rwkv_batch.request import Progress
+from rwkv_batch.request import Event, Progress
 
 access_log = logging.getLogger("rwkv_batch.access")
 
@@ -22,7 +22,7 @@ class CallFigures:
         self._logs = logs
         self._num_opened = 0  # counted on the event loop
         self._num_closed = 0  # counted in the client's thread
-        self._closed: deque[tuple[Call, str]] = deque()
+        self._closed: deque[tuple[RequestContext, str]] = deque()
         self._num_observed = 0
 
     @property
@@ -35,19 +35,19 @@ class CallFigures:
         self._num_opened += 1
         self.metrics.streams.inc()
 
-    def closed(self, call: Call, how: str) -> None:
+    def closed(self, context: RequestContext, how: str) -> None:
         """An answer ended: "done", or "gone" when its client left. Any thread, finalisers too: no lock is taken here."""
-        self._closed.append((call, how))
+        self._closed.append((context, how))
 
     def settle(self) -> None:
         """Note the answers that ended since last time; in the client's thread."""
         while self._closed:
-            call, how = self._closed.popleft()
+            context, how = self._closed.popleft()
             self._num_closed += 1
             self.metrics.streams.dec()
             if how == "gone":
                 self.metrics.disconnects.inc()
-            self.finished(call, how)
+            self.finished(context, how)
 
     def observe(self, ticket: Ticket, event: Event) -> None:
         """Count one event."""
@@ -68,22 +68,22 @@ class CallFigures:
             self.metrics.generation_tokens.observe(finish.completion_tokens)
             ticket.completion_tokens += finish.completion_tokens
 
-    def finished(self, call: Call, how: str = "done") -> None:
+    def finished(self, context: RequestContext, how: str = "done") -> None:
         """Note the end of a call."""
-        seconds = time.monotonic() - call.began
-        ticket = call.ticket
-        if call.status >= 400:
-            self.metrics.refused.labels(str(call.status)).inc()
+        seconds = time.monotonic() - context.began
+        ticket = context.ticket
+        if context.status >= 400:
+            self.metrics.refused.labels(str(context.status)).inc()
         elif ticket is not None and ticket.failure is None and how == "done":
             self.metrics.latency.observe(seconds)
         if self._logs and access_log.isEnabledFor(logging.INFO):
-            line = f"{call.method} {json.dumps(call.path[:256])} {call.status} id={call.id} ms={seconds * 1000:.1f}"
-            line += f" key={call.caller}" if call.caller != OWNER else ""
-            line += f" given_id={call.given_id}" if call.given_id else ""
+            line = f"{context.method} {json.dumps(context.path[:256])} {context.status} id={context.id} ms={seconds * 1000:.1f}"
+            line += f" key={context.caller}" if context.caller != OWNER else ""
+            line += f" given_id={context.given_id}" if context.given_id else ""
             if ticket is not None:
-                tokens = call.completion_tokens or max(ticket.completion_tokens, ticket.num_tokens)
-                line += f" prompts={call.num_prompts} prompt_tokens={call.prompt_tokens} tokens={tokens}"
+                tokens = context.completion_tokens or max(ticket.completion_tokens, ticket.num_tokens)
+                line += f" prompts={context.num_prompts} prompt_tokens={context.prompt_tokens} tokens={tokens}"
                 if ticket.first_at is not None and ticket.incremental:
-                    line += f" ttft_ms={(ticket.first_at - call.began) * 1000:.1f}"
-                line += f" end={'error' if ticket.failure or call.failed else how}"
+                    line += f" ttft_ms={(ticket.first_at - context.began) * 1000:.1f}"
+                line += f" end={'error' if ticket.failure or context.failed else how}"
             access_log.info(line)

@@ -19,7 +19,7 @@ def sse(document: dict[str, Any]) -> bytes:
 
 
 @dataclass
-class Plain:
+class Response:
     """A whole answer."""
 
     body: bytes
@@ -28,9 +28,9 @@ class Plain:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-def json_reply(document: dict[str, Any], status: int = 200) -> Plain:
+def json_reply(document: dict[str, Any], status: int = 200) -> Response:
     """A JSON answer in the reference's form."""
-    return Plain(dumps(document).encode(), status)
+    return Response(dumps(document).encode(), status)
 
 
 def error_document(error: RwkvBatchError, nested: bool = False) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def error_document(error: RwkvBatchError, nested: bool = False) -> dict[str, Any
     return {"error": error.message}
 
 
-def error_reply(error: RwkvBatchError, nested: bool = False) -> Plain:
+def error_reply(error: RwkvBatchError, nested: bool = False) -> Response:
     """An error with its status, and with Retry-After where waiting helps."""
     reply = json_reply(error_document(error, nested), error.status)
     if error.retry_after is not None:

@@ -9,12 +9,13 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from routes.http.connections import Cut
-from routes.http.replies import Plain, dumps, error_document
+from routes.http.replies import Response, dumps, error_document
 from rwkv_batch.errors import EngineFailed, RwkvBatchError
-from rwkv_batch.ipc.channel import Event, Ticket
+from rwkv_batch.ipc.client import Ticket
+from rwkv_batch.request import Event
 
 if TYPE_CHECKING:
-    from routes.http.context import Call
+    from routes.http.context import RequestContext
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ SLICE_SECONDS = 0.25  # longest time a pool thread waits for one answer
 NUDGE = object()  # in the queue of an answer: write something, for the client may be gone
 
 
-class Answer:
+class StreamingAnswer:
     """An answer in progress, pulled by Robyn from its thread pool: an iterator, because a generator that was never started
     has no finaliser.
 
@@ -31,9 +32,15 @@ class Answer:
     """
 
     def __init__(
-        self, call: "Call", ticket: "Ticket | Later", content_type: str, ping: bytes, nudge: bytes, ping_seconds: float
+        self,
+        context: "RequestContext",
+        ticket: "Ticket | TaskAnswer",
+        content_type: str,
+        ping: bytes,
+        nudge: bytes,
+        ping_seconds: float,
     ):
-        self.call = call
+        self.context = context
         self.content_type = content_type
         self._ticket = ticket
         self._ping = ping
@@ -43,10 +50,10 @@ class Answer:
         self._held: Any = None  # taken from the queue behind what was just returned
         self._open = True
         self._error: RwkvBatchError | None = None  # what it has failed with after it began
-        self._cut = Cut(call.site.ledger)
-        call.site.figures.opened()
+        self._cut = Cut(context.app.ledger)
+        context.app.figures.opened()
 
-    def __iter__(self) -> "Answer":
+    def __iter__(self) -> "StreamingAnswer":
         return self
 
     def __next__(self) -> bytes:
@@ -85,11 +92,11 @@ class Answer:
         was_cut = self._cut.found()
         if was_cut is None:
             return self._blanks()
-        self.call.failed = True
+        self.context.failed = True
         self._close("done")
         if was_cut:
             raise StopIteration
-        return dumps(error_document(self._error, self.call.nested)).encode()
+        return dumps(error_document(self._error, self.context.nested)).encode()
 
     def _with_rest(self, item: bytes) -> bytes:
         parts = [item]
@@ -103,7 +110,7 @@ class Answer:
 
     def _close(self, how: str) -> None:
         self._open = False
-        self.call.site.figures.closed(self.call, how)
+        self.context.app.figures.closed(self.context, how)
 
     def __del__(self) -> None:
         """Robyn let go. Runs in any thread at any time, so it only leaves notes."""
@@ -112,10 +119,14 @@ class Answer:
             self._close("gone")
 
 
-class Later:
-    """What a task of the event loop comes to, in the shape in which `Answer` takes it from a ticket."""
+Reply = Response | StreamingAnswer  # what a route returns
+FormatEvent = Callable[[Event], bytes | None]
 
-    def __init__(self, task: "asyncio.Task[Plain]"):
+
+class TaskAnswer:
+    """What a task of the event loop comes to, in the shape in which `StreamingAnswer` takes it from a ticket."""
+
+    def __init__(self, task: "asyncio.Task[Response]"):
         self._task = task
         self._loop = task.get_loop()
         self.queue: SimpleQueue = SimpleQueue()
@@ -130,7 +141,7 @@ class Later:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._task.cancel)
 
-    def _done(self, task: "asyncio.Task[Plain]") -> None:
+    def _done(self, task: "asyncio.Task[Response]") -> None:
         if not task.cancelled():
             error = task.exception()
             if error is not None and not isinstance(error, RwkvBatchError):
@@ -140,13 +151,13 @@ class Later:
         self.queue.put(Ticket.END)
 
 
-def telling(translate: Callable[[Event], bytes | None], tell: Callable[[], None]) -> Callable[[Event], bytes | None]:
-    """`translate` that calls `tell` with the first event."""
-    untold = [tell]
+def notify_first(format_event: FormatEvent, notify: Callable[[], None]) -> FormatEvent:
+    """`format_event` that calls `notify` with the first event."""
+    untold = [notify]
 
     def watched(event: Event) -> bytes | None:
         if untold:
             untold.pop()()
-        return translate(event)
+        return format_event(event)
 
     return watched

@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from routes.http.context import Call
+from routes.http.context import RequestContext
 from routes.http.off_loop import off_loop
-from routes.http.replies import Plain, json_reply
-from routes.http.streams import Answer
-from routes.native.chat import Document, reply_to, usage_of
+from routes.http.replies import Response, json_reply
+from routes.http.streams import Reply
+from routes.native.chat import DocumentFormatter, reply_to, usage_of
 from routes.schemas import Body, ContentsBody, Messages, PromptsBody, Texts, validate
 from rwkv_batch.errors import InvalidRequest
 from rwkv_batch.text import prompts
@@ -43,12 +43,12 @@ class BatchPromptsBody(PromptsBody):
         )  # fmt: skip
 
 
-class BatchDocument(Document):
+class BatchDocumentFormatter(DocumentFormatter):
     """The answer to `prompts`. Times are in seconds since the call came in."""
 
-    def __init__(self, call: Call, model: str, num_rows: int):
+    def __init__(self, context: RequestContext, model: str, num_rows: int):
         super().__init__(f"batch-{secrets.token_hex(4)}", model, num_rows)
-        self.began = call.began
+        self.began = context.began
 
     def body(self) -> dict[str, Any]:
         """The finished answer."""
@@ -96,20 +96,20 @@ class CountBody(Body):
         raise InvalidRequest("Missing text or messages", param="text")
 
 
-async def completions(call: Call) -> Plain | Answer:
+async def completions(context: RequestContext) -> Reply:
     """Complete a batch; `prompts` or `contents` tells which form is meant."""
-    if call.body.get("prompts") is None:
-        return await reply_to(call, BatchContentsBody, "rwkv7-fast-batch")
-    body = validate(BatchPromptsBody, call.body)
-    request = await call.site.to_request(call, body)
-    return await call.site.document(call, request, BatchDocument(call, body.model, len(request.prompts)).feed)
+    if context.body.get("prompts") is None:
+        return await reply_to(context, BatchContentsBody, "rwkv7-fast-batch")
+    body = validate(BatchPromptsBody, context.body)
+    request = await context.app.to_request(context, body)
+    return await context.app.document(context, request, BatchDocumentFormatter(context, body.model, len(request.prompts)).feed)
 
 
-async def tokens_count(call: Call) -> Plain:
+async def tokens_count(context: RequestContext) -> Response:
     """How many tokens a text has."""
-    text, field = await off_loop(call.body_bytes, validate(CountBody, call.body).joined)
+    text, field = await off_loop(context.body_bytes, validate(CountBody, context.body).joined)
     try:
-        (ids,) = await call.site.encode([text], field)
+        (ids,) = await context.app.encode([text], field)
     except InvalidRequest as error:
         raise InvalidRequest(error.message.replace(f"{field}[0]", field, 1), param=field) from None
     return json_reply({"tokens": len(ids) if text else 0})  # an empty prompt is fed token 0

@@ -4,9 +4,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from routes.http.context import Call
-from routes.http.replies import JSON, Plain, json_reply
-from routes.http.streams import Answer
+from routes.http.context import RequestContext
+from routes.http.replies import JSON, Response, json_reply
+from routes.http.streams import Reply
 from routes.native.chat import NATIVE_ID, reply_to, templated
 from routes.schemas import ContentsBody, Messages
 from rwkv_batch.text import prompts
@@ -64,24 +64,24 @@ def turns(chat: Chat) -> list[prompts.Turn]:
     return [*system, *(message.turn() for message in chat.messages)]
 
 
-async def completions(call: Call) -> Plain | Answer:
+async def completions(context: RequestContext) -> Reply:
     """Stream, whatever `stream` says; one document for a client that wants JSON and nothing else."""
-    call.body["stream"] = not wants_json(call)
-    return await reply_to(call, BigBatchBody, NATIVE_ID)
+    context.body["stream"] = not wants_json(context)
+    return await reply_to(context, BigBatchBody, NATIVE_ID)
 
 
-def wants_json(call: Call) -> bool:
+def wants_json(context: RequestContext) -> bool:
     """Whether the Accept header names JSON and neither a stream nor everything, as libraries do by habit."""
-    accepted = (call.headers.get("accept") or "").lower()
+    accepted = (context.headers.get("accept") or "").lower()
     return JSON in accepted and "text/event-stream" not in accepted and "*/*" not in accepted
 
 
-async def completions_status(call: Call) -> Plain:
+async def completions_status(context: RequestContext) -> Response:
     """Whether a big batch is running, in any HTTP process."""
-    return json_reply({"generating": bool(await call.site.ask(endpoint=PATH))})
+    return json_reply({"generating": bool(await context.app.ask(endpoint=PATH))})
 
 
-async def clean(call: Call) -> Plain:
+async def clean(context: RequestContext) -> Response:
     """Cancel all big batches."""
-    await call.site.ask(endpoint=PATH, stop=True)
+    await context.app.ask(endpoint=PATH, stop=True)
     return json_reply({"generating": False, "cleaned": True})

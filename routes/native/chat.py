@@ -6,13 +6,12 @@ from typing import Any, ClassVar
 import msgspec
 from pydantic import Field
 
-from routes.http.context import Call
-from routes.http.replies import DONE, Plain, dumps, error_document, sse
-from routes.http.streams import Answer
+from routes.http.context import RequestContext
+from routes.http.replies import DONE, dumps, error_document, sse
+from routes.http.streams import Reply
 from routes.schemas import ContentsBody, Messages, PromptsBody, validate
 from rwkv_batch.errors import EngineFailed, InvalidRequest, RwkvBatchError
-from rwkv_batch.ipc.channel import Event, error_of
-from rwkv_batch.request import Failure, Finish, Loop
+from rwkv_batch.request import Event, Failure, Finish, Loop
 from rwkv_batch.text import prompts
 from rwkv_batch.text.prompts import Turn
 from sampling.params import SamplingParams
@@ -61,34 +60,34 @@ def templated(turns: list[Turn], tail: str, field: str) -> str:
     return prompt
 
 
-async def completions(call: Call) -> Plain | Answer:
+async def completions(context: RequestContext) -> Reply:
     """POST /v1/chat/completions with `contents`: complete each text."""
-    if call.body.get("contents") is None and call.body.get("text_list") is not None:
+    if context.body.get("contents") is None and context.body.get("text_list") is not None:
         raise InvalidRequest(
             "this path takes contents; for text_list, the form of a translation, the URL is /translate/v1/batch-translate",
             param="text_list",
         )
-    return await reply_to(call, ContentsBody, NATIVE_ID)
+    return await reply_to(context, ContentsBody, NATIVE_ID)
 
 
-async def completions_v2(call: Call) -> Plain | Answer:
+async def completions_v2(context: RequestContext) -> Reply:
     """POST /v2/chat/completions: the same in the continuous batch, with another sampler."""
-    return await reply_to(call, V2Body, NATIVE_ID)
+    return await reply_to(context, V2Body, NATIVE_ID)
 
 
-async def completions_v3(call: Call) -> Plain | Answer:
+async def completions_v3(context: RequestContext) -> Reply:
     """POST /v3/chat/completions: chat, templated here."""
-    return await reply_to(call, V3Body, V3_ID)
+    return await reply_to(context, V3Body, V3_ID)
 
 
-async def reply_to(call: Call, kind: type[PromptsBody], answer_id: str, object_name: str = COMPLETION) -> Plain | Answer:
+async def reply_to(context: RequestContext, kind: type[PromptsBody], answer_id: str, object_name: str = COMPLETION) -> Reply:
     """Check the body as `kind` and answer with a stream or a document, as it asks."""
-    body = validate(kind, call.body)
-    request = await call.site.to_request(call, body)
+    body = validate(kind, context.body)
+    request = await context.app.to_request(context, body)
     num_rows = len(request.prompts)
     if body.stream:
-        return await call.site.stream(call, request, Chunks(num_rows, body.chunk_size).feed)
-    return await call.site.document(call, request, Document(answer_id, body.model, num_rows, object_name).feed)
+        return await context.app.stream(context, request, ChunkFormatter(num_rows, body.chunk_size).feed)
+    return await context.app.document(context, request, DocumentFormatter(answer_id, body.model, num_rows, object_name).feed)
 
 
 def usage_of(finishes: list[Finish]) -> dict[str, Any]:
@@ -101,7 +100,7 @@ def usage_of(finishes: list[Finish]) -> dict[str, Any]:
     return usage
 
 
-class Document:
+class DocumentFormatter:
     """Collects the events of one request into a chat.completion, or the native document called `object_name`."""
 
     def __init__(self, answer_id: str, model: str, num_rows: int, object_name: str = COMPLETION):
@@ -114,7 +113,7 @@ class Document:
     def feed(self, event: Event) -> bytes | RwkvBatchError | None:
         """Take one event; the last returns the document, or the error when the request or all of its rows failed."""
         if isinstance(event, Failure):
-            return error_of(event)
+            return event.exception()
         for delta in event.deltas:
             self.texts[delta.index].append(delta.text)
         for finish in event.finishes:
@@ -147,7 +146,7 @@ class Document:
         }
 
 
-class Chunks:
+class ChunkFormatter:
     """Turns the events of one request into a stream of chat.completion.chunk.
 
     A chunk follows a step in which a row has at least `chunk_size` collected tokens or has ended; all such rows share it, rows
@@ -164,7 +163,7 @@ class Chunks:
     def feed(self, event: Event) -> bytes | None:
         """Take one step's events; return the bytes to send, if any."""
         if isinstance(event, Failure):
-            return sse(error_document(error_of(event)))
+            return sse(error_document(event.exception()))
         due = [finish.index for finish in event.finishes]
         for delta in event.deltas:
             self.texts[delta.index].append(delta.text)

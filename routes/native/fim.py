@@ -4,9 +4,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from routes.http.context import Call
-from routes.http.replies import Plain
-from routes.http.streams import Answer
+from routes.http.context import RequestContext
+from routes.http.streams import Reply
 from routes.native.chat import NATIVE_ID, reply_to
 from routes.schemas import PromptsBody, Texts
 from rwkv_batch.config import Config
@@ -36,6 +35,6 @@ class FimBody(PromptsBody):
         return ids, texts if self.ignore_eos else [*texts, prompts.FIM_MARK.encode()]
 
 
-async def batch_fim(call: Call) -> Plain | Answer:
+async def batch_fim(context: RequestContext) -> Reply:
     """Fill in each gap."""
-    return await reply_to(call, FimBody, NATIVE_ID, "FIM.completion")
+    return await reply_to(context, FimBody, NATIVE_ID, "FIM.completion")

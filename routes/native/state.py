@@ -15,15 +15,14 @@ from typing import Any, ClassVar
 import msgspec
 from pydantic import Field
 
-from routes.http.context import Call
-from routes.http.replies import DONE, Plain, json_reply, sse
-from routes.http.streams import Answer
-from routes.native.chat import NATIVE_ID, Chunks, Document
+from routes.http.context import RequestContext
+from routes.http.replies import DONE, Response, json_reply, sse
+from routes.http.streams import Reply
+from routes.native.chat import NATIVE_ID, ChunkFormatter, DocumentFormatter
 from routes.schemas import MAX_ID, Body, ContentsBody, Texts, session_name, validate
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, StorageFailed
-from rwkv_batch.ipc.channel import Event
-from rwkv_batch.request import Finish
+from rwkv_batch.request import Event, Finish
 from rwkv_batch.session_messages import Delete, Entry, Export, Fork, Import, Kept, Page, Rewind, Session, Status, Tier
 
 DIALOGUE_ID = "rwkv7-multi-state"
@@ -164,36 +163,38 @@ def name_or_node(name: str, config: Config, field: str = "session_id") -> str:
     return name
 
 
-async def completions(call: Call) -> Plain | Answer:
+async def completions(context: RequestContext) -> Reply:
     """POST /state/chat/completions: continue a session by one turn."""
-    body = validate(StateBody, with_key(call))
+    body = validate(StateBody, with_key(context))
     if body.stream:
-        return await reply_to(call, body, lambda rows: TurnChunks(rows, body.chunk_size))
-    return await reply_to(call, body, lambda rows: TurnDocument(NATIVE_ID, body.model, rows))
+        return await reply_to(context, body, lambda rows: TurnChunkFormatter(rows, body.chunk_size))
+    return await reply_to(context, body, lambda rows: TurnDocumentFormatter(NATIVE_ID, body.model, rows))
 
 
-async def dialogue(call: Call) -> Plain | Answer:
+async def dialogue(context: RequestContext) -> Reply:
     """POST /multi_state/chat/completions: continue a node of a dialogue; the answer tells the new node's number."""
     for field in ("dialogue_idx", "session_id"):
-        if field not in call.body or (field == "session_id" and call.body[field] in (None, "")):
+        if field not in context.body or (field == "session_id" and context.body[field] in (None, "")):
             raise InvalidRequest(f"Missing {field} parameter", param=field)
-    body = validate(DialogueBody, with_key(call))
+    body = validate(DialogueBody, with_key(context))
     if body.stream:
-        return await reply_to(call, body, lambda rows: DialogueChunks(rows, body.chunk_size))
-    return await reply_to(call, body, lambda rows: DialogueDocument(DIALOGUE_ID, body.model, rows))
+        return await reply_to(context, body, lambda rows: DialogueChunkFormatter(rows, body.chunk_size))
+    return await reply_to(context, body, lambda rows: DialogueDocumentFormatter(DIALOGUE_ID, body.model, rows))
 
 
-def with_key(call: Call) -> dict[str, Any]:
+def with_key(context: RequestContext) -> dict[str, Any]:
     """The body; an idempotency key may come in it or as a header."""
-    key = call.body.get("idempotency_key")
-    return call.body | {"idempotency_key": call.headers.get(KEY_HEADER) if key is None else key}
+    key = context.body.get("idempotency_key")
+    return context.body | {"idempotency_key": context.headers.get(KEY_HEADER) if key is None else key}
 
 
-async def reply_to(call: Call, body: StateBody, collector: Callable[[int], Document | Chunks]) -> Plain | Answer:
+async def reply_to(
+    context: RequestContext, body: StateBody, collector: Callable[[int], DocumentFormatter | ChunkFormatter]
+) -> Reply:
     """Answer a turn with what `collector`, given the number of rows, makes of its events."""
-    request = await call.site.to_request(call, body)
-    answer = call.site.stream if body.stream else call.site.document
-    return await answer(call, request, collector(len(request.prompts)).feed)
+    request = await context.app.to_request(context, body)
+    answer = context.app.stream if body.stream else context.app.document
+    return await answer(context, request, collector(len(request.prompts)).feed)
 
 
 def told(kept: Kept) -> dict[str, Any]:
@@ -207,7 +208,7 @@ def kept_of(finishes: dict[int, Finish]) -> Kept | None:
     return finishes[0].session
 
 
-class TurnDocument(Document):
+class TurnDocumentFormatter(DocumentFormatter):
     """The answer to a turn: beside the usual the session and its version."""
 
     def body(self) -> dict[str, Any]:
@@ -216,7 +217,7 @@ class TurnDocument(Document):
         return super().body() | (told(kept) if kept else {})
 
 
-class TurnChunks(Chunks):
+class TurnChunkFormatter(ChunkFormatter):
     """The stream of a turn: the last chunk tells the session and its version."""
 
     def summary(self) -> dict[str, Any]:
@@ -225,7 +226,7 @@ class TurnChunks(Chunks):
         return super().summary() | (told(kept) if kept else {})
 
 
-class DialogueDocument(TurnDocument):
+class DialogueDocumentFormatter(TurnDocumentFormatter):
     """The answer to a turn of a dialogue, with the number of the new node."""
 
     def body(self) -> dict[str, Any]:
@@ -234,7 +235,7 @@ class DialogueDocument(TurnDocument):
         return super().body() | ({"dialogue_idx": kept.node} if kept else {})
 
 
-class DialogueChunks(TurnChunks):
+class DialogueChunkFormatter(TurnChunkFormatter):
     """The stream of a turn of a dialogue: just before [DONE] comes the number of the new node."""
 
     def feed(self, event: Event) -> bytes | None:
@@ -246,12 +247,12 @@ class DialogueChunks(TurnChunks):
         return sent.removesuffix(DONE) + sse(node) + DONE
 
 
-async def status(call: Call) -> Plain:
+async def status(context: RequestContext) -> Response:
     """POST /state/status: the sessions and where they are. Without `limit` all of them, as in the reference."""
-    body = validate(StatusBody, call.body)
-    page = await call.site.manage(
+    body = validate(StatusBody, context.body)
+    page = await context.app.manage(
         Status(
-            namespace=call.namespace,
+            namespace=context.namespace,
             name=body.session_id or None,
             offset=body.offset,
             limit=body.limit,
@@ -273,7 +274,7 @@ async def status(call: Call) -> Plain:
     if body.limit is not None:
         reached = body.offset + len(page.sessions)
         document["next_offset"] = reached if page.sessions and reached < page.total else None
-    return Plain(msgspec.json.encode(document))  # ten times as fast as json for a long list
+    return Response(msgspec.json.encode(document))  # ten times as fast as json for a long list
 
 
 def described(entry: Entry) -> dict[str, Any]:
@@ -292,63 +293,69 @@ def described(entry: Entry) -> dict[str, Any]:
     return described | ({"versions": entry.versions} if entry.versions else {})
 
 
-async def delete(call: Call) -> Plain:
+async def delete(context: RequestContext) -> Response:
     """POST /state/delete: forget a session everywhere."""
-    body = validate(DeleteBody, call.body)
-    name = body.name(call.config)
-    deleted = await call.site.manage(Delete(namespace=call.namespace, name=name, prefix=body.delete_prefix))
+    body = validate(DeleteBody, context.body)
+    name = body.name(context.config)
+    deleted = await context.app.manage(Delete(namespace=context.namespace, name=name, prefix=body.delete_prefix))
     if not deleted.found and not body.delete_prefix:
         return json_reply({"status": "not_found", "message": f"Session {name} not found in database"}, 404)
     return json_reply({"status": "success", "message": f"Session {name} deleted successfully"})
 
 
-async def fork(call: Call) -> Plain:
+async def fork(context: RequestContext) -> Response:
     """POST /state/fork: make copies of a session, all or none."""
-    body = validate(ForkBody, call.body)
-    order = Fork(namespace=call.namespace, name=body.name(call.config), copies=body.names(call.config), version=body.version)
-    return success(await call.site.manage(order))
-
-
-async def rewind(call: Call) -> Plain:
-    """POST /state/rewind: make an earlier version the newest one."""
-    body = validate(RewindBody, call.body)
-    order = Rewind(
-        namespace=call.namespace, name=body.name(call.config), version=body.version, expect_version=body.expect_version
+    body = validate(ForkBody, context.body)
+    order = Fork(
+        namespace=context.namespace, name=body.name(context.config), copies=body.names(context.config), version=body.version
     )
-    return success(await call.site.manage(order))
+    return success(await context.app.manage(order))
 
 
-def success(page: Page) -> Plain:
+async def rewind(context: RequestContext) -> Response:
+    """POST /state/rewind: make an earlier version the newest one."""
+    body = validate(RewindBody, context.body)
+    order = Rewind(
+        namespace=context.namespace, name=body.name(context.config), version=body.version, expect_version=body.expect_version
+    )
+    return success(await context.app.manage(order))
+
+
+def success(page: Page) -> Response:
     """The answer to an order that made sessions or changed one."""
     return json_reply({"status": "success", "sessions": [described(entry) for entry in page.sessions]})
 
 
-async def export(call: Call) -> Plain:
+async def export(context: RequestContext) -> Response:
     """POST /state/export: a session as one file, checksum and model included."""
-    body = validate(ExportBody, call.body)
-    name = body.name(call.config)
+    body = validate(ExportBody, context.body)
+    name = body.name(context.config)
     async with transfers:
-        with ScratchFile(call.site.folder) as file:
-            page = await call.site.manage(Export(namespace=call.namespace, name=name, path=str(file), version=body.version))
+        with ScratchFile(context.app.folder) as file:
+            page = await context.app.manage(
+                Export(namespace=context.namespace, name=name, path=str(file), version=body.version)
+            )
             data = await asyncio.to_thread(file.read_bytes)
     headers = {"Content-Disposition": 'attachment; filename="session.rwkvstate"'}
-    return Plain(data, content_type=BYTES, headers=headers | {"X-Session-Version": str(page.sessions[0].version)})
+    return Response(data, content_type=BYTES, headers=headers | {"X-Session-Version": str(page.sessions[0].version)})
 
 
-async def import_file(call: Call) -> Plain:
+async def import_file(context: RequestContext) -> Response:
     """POST /state/import?session_id=NAME: make a session of the file in the body."""
-    body = validate(ImportBody, call.body)
-    name = body.name(call.config)
-    if not call.file:
+    body = validate(ImportBody, context.body)
+    name = body.name(context.config)
+    if not context.file:
         raise InvalidRequest("the body is empty; send the file of an export as it is")
     async with transfers:
-        with ScratchFile(call.site.folder) as file:
+        with ScratchFile(context.app.folder) as file:
             try:
-                await asyncio.to_thread(file.write_bytes, call.file)
+                await asyncio.to_thread(file.write_bytes, context.file)
             except OSError as error:
                 raise no_room(error) from None
             return success(
-                await call.site.manage(Import(namespace=call.namespace, name=name, path=str(file), overwrite=body.overwrite))
+                await context.app.manage(
+                    Import(namespace=context.namespace, name=name, path=str(file), overwrite=body.overwrite)
+                )
             )
 
 

@@ -10,14 +10,13 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from routes.http.context import Call
+from routes.http.context import RequestContext
 from routes.http.off_loop import off_loop
-from routes.http.replies import Plain, json_reply
-from routes.http.streams import Answer
+from routes.http.replies import Response, json_reply
+from routes.http.streams import Reply
 from routes.schemas import Body, Texts, validate
 from rwkv_batch.errors import EngineFailed, InvalidRequest, RwkvBatchError
-from rwkv_batch.ipc.channel import Event, error_of
-from rwkv_batch.request import Failure, Request
+from rwkv_batch.request import Event, Failure, Request
 from rwkv_batch.text import languages, prompts
 from rwkv_batch.text.translation import Placeholders, split_all, token_limit
 from sampling.params import SamplingParams
@@ -76,24 +75,24 @@ class Paragraph(NamedTuple):
     target: str
 
 
-async def batch_translate(call: Call) -> Plain | Answer:
+async def batch_translate(context: RequestContext) -> Reply:
     """Translate a list of texts: as many come back, in the same order."""
-    if "messages" in call.body and "text_list" not in call.body:
+    if "messages" in context.body and "text_list" not in context.body:
         raise InvalidRequest(OPENAI_BODY, param="messages")
-    body = read(form_of(call.body), call.body)
-    if len(body.text_list) > call.config.max_prompts:
-        raise InvalidRequest(f"{body.text_field}: at most {call.config.max_prompts} texts", param=body.text_field)
-    if len(body.placeholders) > call.config.max_placeholders:
-        raise InvalidRequest(f"placeholders: at most {call.config.max_placeholders}", param="placeholders")
+    body = read(form_of(context.body), context.body)
+    if len(body.text_list) > context.config.max_prompts:
+        raise InvalidRequest(f"{body.text_field}: at most {context.config.max_prompts} texts", param=body.text_field)
+    if len(body.placeholders) > context.config.max_placeholders:
+        raise InvalidRequest(f"placeholders: at most {context.config.max_placeholders}", param="placeholders")
     if sum(map(len, body.text_list)) * sum(map(len, body.placeholders)) > MAX_SEARCH:
         raise InvalidRequest("placeholders: too many for so much text; send it in several requests", param="placeholders")
     target = language_code(body.target_lang, body.target_field)
     source = AUTO if body.source_lang.strip().lower() in ("", AUTO) else language_code(body.source_lang, body.source_field)
-    work = Work(call, target, Placeholders(body.placeholders), body.text_field)
-    return await call.site.later(call, answer(work, body, source))
+    work = Work(context, target, Placeholders(body.placeholders), body.text_field)
+    return await context.app.answer_when_done(context, answer(work, body, source))
 
 
-async def answer(work: "Work", body: TranslateBody, source: str) -> Plain:
+async def answer(work: "Work", body: TranslateBody, source: str) -> Response:
     """Translate and put the answer together, in the form of the body."""
     sources = await work.sources(body.text_list, source)
     results = await work.texts(list(zip(body.text_list, sources, strict=True)))
@@ -107,7 +106,7 @@ async def answer(work: "Work", body: TranslateBody, source: str) -> Plain:
         if isinstance(result, RwkvBatchError):
             item |= {"text": text, "error": result.message}
         items.append(item)
-    if isinstance(body, TextBody) and isinstance(work.call.body[body.text_field], str):
+    if isinstance(body, TextBody) and isinstance(work.context.body[body.text_field], str):
         return json_reply(items[0] | {"from": items[0]["src"]})
     return json_reply({"translations": items})
 
@@ -140,10 +139,10 @@ def language_code(text: str, field: str) -> str:
 class Work:
     """Translates for one call. A failure stands in the place of the translation."""
 
-    def __init__(self, call: Call, target: str, placeholders: Placeholders, field: str = TranslateBody.text_field):
+    def __init__(self, context: RequestContext, target: str, placeholders: Placeholders, field: str = TranslateBody.text_field):
         """`field`: what errors call the texts."""
-        self.call = call
-        self.site = call.site
+        self.context = context
+        self.app = context.app
         self.target = target
         self.placeholders = placeholders
         self.field = field
@@ -172,7 +171,7 @@ class Work:
 
     def _cut(self, texts: list[tuple[str, str]]) -> tuple[list[list[str]], list[list[Paragraph | None]]]:
         """The parts of each text, and for each of them what is to be translated."""
-        parts = split_all([text for text, _ in texts], MAX_PARTS * self.call.config.max_prompts, self.field)
+        parts = split_all([text for text, _ in texts], MAX_PARTS * self.context.config.max_prompts, self.field)
         wanted = [
             [self._paragraph(part, source) if i % 2 == 0 else None for i, part in enumerate(pieces)]
             for pieces, (_, source) in zip(parts, texts, strict=True)
@@ -187,7 +186,7 @@ class Work:
 
     async def paragraphs(self, wanted: list[Paragraph]) -> dict[Paragraph, str | RwkvBatchError]:
         """Translate what is not remembered; where placeholders got lost, try again around them, then give the text back."""
-        remembered = self.site.translations
+        remembered = self.app.translations
         found: dict[Paragraph, str | RwkvBatchError] = {}
         for paragraph in wanted:
             if (known := remembered.get(self._key(paragraph))) is not None:
@@ -205,7 +204,7 @@ class Work:
         """Translate the texts between the placeholders, so that these stay where they are."""
         cuts = {paragraph: self.placeholders.cut(paragraph.text) for paragraph in broken}
         between = [(part, paragraph.source) for paragraph, parts in cuts.items() for part in parts[::2]]
-        if len(between) > self.call.config.max_prompts:
+        if len(between) > self.context.config.max_prompts:
             return {}
         translated = iter(await self.texts(between) if between else [])
         results: dict[Paragraph, str | RwkvBatchError] = {}
@@ -221,41 +220,41 @@ class Work:
         return self.placeholders.found(paragraph.text) == self.placeholders.found(text)
 
     def _key(self, paragraph: Paragraph) -> tuple:
-        info = self.site.client.info
-        return (*paragraph, self.placeholders.key, self.call.namespace, info.fingerprint if info else "")
+        info = self.app.client.info
+        return (*paragraph, self.placeholders.key, self.context.namespace, info.fingerprint if info else "")
 
     async def _generate(self, wanted: list[Paragraph]) -> dict[Paragraph, str | RwkvBatchError]:
         """Ask the model; a paragraph for which it says nothing stays as it is."""
         if not wanted:
             return {}
-        if len(wanted) > self.call.config.max_prompts:
-            limit = self.call.config.max_prompts
+        if len(wanted) > self.context.config.max_prompts:
+            limit = self.context.config.max_prompts
             raise InvalidRequest(f"{self.field}: at most {limit} different paragraphs, not {len(wanted)}", param=self.field)
         names = {code: languages.LANGUAGES[code].name for code in (self.target, *(p.source for p in wanted))}
         many = languages.LANGUAGES[self.target].script in languages.MANY_TOKENS
         texts = [prompts.translation(names[p.source], names[p.target], p.text) for p in wanted]
         rows: dict[int, list[tuple[Paragraph, list[int]]]] = {}
-        for paragraph, ids in zip(wanted, await self.site.encode(texts, self.field), strict=True):
-            limit = token_limit(len(ids), self.call.config.translate_ratio, many=many)
-            rows.setdefault(min(limit, self.call.config.max_tokens_limit), []).append((paragraph, ids))
+        for paragraph, ids in zip(wanted, await self.app.encode(texts, self.field), strict=True):
+            limit = token_limit(len(ids), self.context.config.translate_ratio, many=many)
+            rows.setdefault(min(limit, self.context.config.max_tokens_limit), []).append((paragraph, ids))
         stops = [stop.encode() for stop in prompts.translation_stops(sorted(set(names.values())))]
         groups = []
         for limit, group in rows.items():
             self.num_requests += 1
-            self.call.num_prompts += len(group)
-            self.call.prompt_tokens += sum(len(ids) for _, ids in group)
+            self.context.num_prompts += len(group)
+            self.context.prompt_tokens += sum(len(ids) for _, ids in group)
             request = Request(
-                id=f"{self.call.id}-{self.num_requests}",
+                id=f"{self.context.id}-{self.num_requests}",
                 prompts=[ids for _, ids in group],
                 sampling=GREEDY,
                 max_tokens=limit,
                 stop_texts=stops,
                 loop="continuous",
                 chunk_size=0,
-                namespace=self.call.namespace,
+                namespace=self.context.namespace,
             )
             groups.append(Group(request, [paragraph for paragraph, _ in group]))
-        await asyncio.gather(*(group.run(self.call) for group in groups))
+        await asyncio.gather(*(group.run(self.context) for group in groups))
         return {paragraph: text for group in groups for paragraph, text in group.results()}
 
 
@@ -268,11 +267,11 @@ class Group:
         self.texts: list[list[str]] = [[] for _ in wanted]
         self.errors: list[RwkvBatchError | None] = [None] * len(wanted)
 
-    async def run(self, call: Call) -> None:
+    async def run(self, context: RequestContext) -> None:
         """Submit and wait for the end; leaves nothing running when it is cancelled."""
         ended = asyncio.Event()
         try:
-            ticket = await call.site.submit(call, self.request, self.feed, ended)
+            ticket = await context.app.submit(context, self.request, self.feed, ended)
         except RwkvBatchError as error:
             self.errors = [error] * len(self.wanted)
             return
@@ -280,12 +279,12 @@ class Group:
             await ended.wait()
         finally:
             ticket.cancel()
-            call.completion_tokens += ticket.completion_tokens
+            context.completion_tokens += ticket.completion_tokens
 
     def feed(self, event: Event) -> None:
         """Take one event; called in the client's thread, read after the end."""
         if isinstance(event, Failure):
-            self.errors = [error_of(event)] * len(self.wanted)
+            self.errors = [event.exception()] * len(self.wanted)
             return
         for delta in event.deltas:
             self.texts[delta.index].append(delta.text)

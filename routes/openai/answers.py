@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from routes.http.context import Call
+from routes.http.context import RequestContext
 from routes.http.replies import DONE, dumps, error_document, sse
-from routes.openai.reasoning import Thought
+from routes.openai.reasoning import ReasoningParser
 from routes.openai.schemas import END_TEXT, ChatBody, CompletionBody, GenerationBody, split_ends
 from rwkv_batch.errors import EngineFailed, RwkvBatchError
-from rwkv_batch.ipc.channel import Event, error_of
-from rwkv_batch.request import Delta, Failure, Finish, PromptScore, Request, TokenLogprob
+from rwkv_batch.request import Delta, Event, Failure, Finish, PromptScore, Request, TokenLogprob
 
 WRITTEN_LATER = 1000  # tokens with log-probabilities: a document with more is written outside of the client's thread
 THINK_TAG = "<think"  # what the prompt of a thinking chat ends in
@@ -39,7 +38,7 @@ class Vocabulary:
         return {"token": self.name(token), "logprob": logprob, "bytes": list(self.token_bytes[token]) if token else None}
 
 
-class Answer:
+class Formatter:
     """What the answers to one request share: its events, its counts, and how it goes out, as a document or as chunks.
 
     error  why the whole request failed, when it did
@@ -49,12 +48,12 @@ class Answer:
     object_name = ""
     chunk_name = ""
 
-    def __init__(self, call: Call, body: GenerationBody, request: Request):
-        info = call.site.client.info
+    def __init__(self, context: RequestContext, body: GenerationBody, request: Request):
+        info = context.app.client.info
         self.num_choices = request.num_rows
         self.num_copies = request.copies
         self.hidden = {0, *request.stop_ids}
-        self.vocabulary = Vocabulary(call.site.tokenizer.token_bytes)
+        self.vocabulary = Vocabulary(context.app.tokenizer.token_bytes)
         self.finishes: dict[int, Finish] = {}
         self.error: RwkvBatchError | None = None
         self.tells_usage = body.stream_options.include_usage
@@ -64,10 +63,10 @@ class Answer:
         self.num_reasoning = 0
         self.num_prompt = sum(map(len, request.prompts))
         self.head = {
-            "id": f"{self.prefix}-{call.id}",
+            "id": f"{self.prefix}-{context.id}",
             "object": self.object_name,
             "created": int(time.time()),
-            "model": call.model_name,
+            "model": context.model_name,
             "system_fingerprint": f"rwkv-{info.fingerprint[:12] or 'none'}" if info else None,
         }
         self._chunk_head = "data: " + dumps({**self.head, "object": self.chunk_name})[:-1] + ', "choices": '
@@ -95,7 +94,7 @@ class Answer:
     def _take(self, event: Event) -> None:
         """Keep what an event brings."""
         if isinstance(event, Failure):
-            self.error = error_of(event)
+            self.error = event.exception()
             return
         for scored in event.scores:
             self.num_reported += len(scored.tokens)
@@ -152,7 +151,7 @@ class Answer:
     def chunks(self, event: Event) -> bytes | None:
         """Take one event; return the bytes to send, if any. The usage is told when asked for, [DONE] after success only."""
         if isinstance(event, Failure):
-            return sse(error_document(error_of(event), nested=True))
+            return sse(error_document(event.exception(), nested=True))
         out = []
         for scored in event.scores:
             self.take_scores(scored)
@@ -202,17 +201,17 @@ class Answer:
         raise NotImplementedError
 
 
-class ChatAnswer(Answer):
+class ChatFormatter(Formatter):
     """chat.completion and chat.completion.chunk."""
 
     prefix = "chatcmpl"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, call: Call, body: ChatBody, request: Request):
-        super().__init__(call, body, request)
+    def __init__(self, context: RequestContext, body: ChatBody, request: Request):
+        super().__init__(context, body, request)
         self.num_top = body.num_logprobs
-        self.thoughts = [Thought(body.thought_begun) if body.splits else None for _ in range(self.num_choices)]
+        self.thoughts = [ReasoningParser(body.thought_begun) if body.splits else None for _ in range(self.num_choices)]
         raw = body.how_to_think != "fast" and not body.splits
         self.raw_start = THINK_TAG + (">" + body.thought_begun if body.thought_begun else "") if raw else ""
         self.splits = body.splits
@@ -222,14 +221,14 @@ class ChatAnswer(Answer):
         self.logprobs: list[list[dict[str, Any]]] = [[] for _ in range(self.num_choices)]
 
     def take(self, delta: Delta) -> None:
-        """See Answer."""
+        """See Formatter."""
         thought, text, logprobs = self._split(delta)
         self.reasonings[delta.index].append(thought)
         self.contents[delta.index].append(text)
         self.logprobs[delta.index] += self._described(logprobs)
 
     def choice(self, index: int) -> dict[str, Any]:
-        """See Answer."""
+        """See Formatter."""
         message: dict[str, Any] = {"role": "assistant"}
         if self.splits and not self.hides:
             message["reasoning_content"] = "".join(self.reasonings[index]) + self.thoughts[index].finish()
@@ -245,7 +244,7 @@ class ChatAnswer(Answer):
         return self._chunk(index, {"role": "assistant", "content": self.raw_start, "refusal": None})
 
     def delta_chunk(self, delta: Delta) -> str:
-        """See Answer."""
+        """See Formatter."""
         thought, text, tokens = self._split(delta)
         logprobs = None
         if self.num_top is not None and tokens:
@@ -289,14 +288,14 @@ class ChatAnswer(Answer):
         ]
 
 
-class CompletionAnswer(Answer):
+class CompletionFormatter(Formatter):
     """text_completion, whole and as chunks. All sampled tokens have log-probabilities, the end token too."""
 
     prefix = "cmpl"
     object_name = chunk_name = "text_completion"
 
-    def __init__(self, call: Call, body: CompletionBody, request: Request):
-        super().__init__(call, body, request)
+    def __init__(self, context: RequestContext, body: CompletionBody, request: Request):
+        super().__init__(context, body, request)
         self.request = request
         self.wants_logprobs = body.logprobs is not None
         self.scored = request.prompt_logprobs is not None
@@ -310,13 +309,13 @@ class CompletionAnswer(Answer):
         self.scores[scored.index] += scored.tokens
 
     def take(self, delta: Delta) -> None:
-        """See Answer."""
+        """See Formatter."""
         self.texts[delta.index].append(delta.text)
         if delta.logprobs:
             self.logprobs[delta.index].pending += delta.logprobs
 
     def choice(self, index: int) -> dict[str, Any]:
-        """See Answer."""
+        """See Formatter."""
         logprobs, text = self.logprobs[index], "".join(self.texts[index])
         if self.echoes:
             text = self.echoes[index // self.num_copies] + text
@@ -341,7 +340,7 @@ class CompletionAnswer(Answer):
         return self.chunk(self._choice(index, self.echoes[index // self.num_copies], logprobs.take()))
 
     def delta_chunk(self, delta: Delta) -> str:
-        """See Answer."""
+        """See Formatter."""
         logprobs = None
         if self.wants_logprobs and delta.logprobs:
             self.logprobs[delta.index].add(delta.logprobs)
@@ -351,7 +350,7 @@ class CompletionAnswer(Answer):
         return self.chunk(self._choice(delta.index, delta.text, logprobs))
 
     def end_chunk(self, finish: Finish) -> str:
-        """See Answer."""
+        """See Formatter."""
         return self.chunk(self._choice(finish.index, "", None, finish.reason))
 
     def _choice(

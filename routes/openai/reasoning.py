@@ -6,7 +6,7 @@ A prompt with thinking ends in `<think`, so what the model writes begins inside 
 END = "</think>"
 
 
-class Thought:
+class ReasoningParser:
     """Splits the pieces of one text as they come; the pieces' borders do not matter.
 
     White space around the two parts belongs to neither. A thought that never ends is all thought.

@@ -7,19 +7,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from routes.http.context import Call
+from routes.http.context import RequestContext
 from routes.http.off_loop import off_loop
-from routes.http.replies import Plain, dumps, error_document, json_reply
-from routes.http.streams import Answer as Stream
-from routes.openai.answers import Answer, new_id
+from routes.http.replies import Response, dumps, error_document, json_reply
+from routes.http.streams import Reply
+from routes.openai.answers import Formatter, new_id
 from routes.openai.chat import answer_with
 from routes.openai.schemas import NO_LIMIT, ChatMessage, GenerationBody, at_most, read
 from routes.openai.thinking import ThinkingFields
 from routes.schemas import MAX_ID, Names
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, NotFound, RwkvBatchError
-from rwkv_batch.ipc.channel import Event, error_of
-from rwkv_batch.request import Delta, Failure, Request
+from rwkv_batch.request import Delta, Event, Failure, Request
 from rwkv_batch.session_messages import Delete, Session
 from rwkv_batch.text import prompts
 from rwkv_batch.text.prompts import Turn
@@ -126,11 +125,11 @@ class ResponseBody(GenerationBody, ThinkingFields):
         return Session(name=previous, must_exist=True, keep=self.store, kept_as=self.own_id, response=True)
 
 
-class ResponseAnswer(Answer):
+class ResponseFormatter(Formatter):
     """A response, whole or as events."""
 
-    def __init__(self, call: Call, body: ResponseBody, request: Request):
-        super().__init__(call, body, request)
+    def __init__(self, context: RequestContext, body: ResponseBody, request: Request):
+        super().__init__(context, body, request)
         self.body = body
         self.item_id = new_id("msg")
         self.parts: list[str] = []
@@ -154,7 +153,7 @@ class ResponseAnswer(Answer):
     def chunks(self, event: Event) -> bytes | None:
         """Take one event; return the events of the Responses API that it becomes."""
         if isinstance(event, Failure):
-            return self._failed(error_of(event))
+            return self._failed(event.exception())
         out = []
         if not self._began:
             self._began = True
@@ -243,37 +242,37 @@ class ResponseAnswer(Answer):
         }
 
 
-async def create(call: Call) -> Plain | Stream:
+async def create(context: RequestContext) -> Reply:
     """POST responses: answer, and keep the state that the next call can name."""
-    body = read(ResponseBody, call.body)
-    request = await call.site.to_request(call, body)
+    body = read(ResponseBody, context.body)
+    request = await context.app.to_request(context, body)
     previous = body.previous_response_id
     if previous is not None and not previous.startswith(PREFIX + "_"):
         raise missing(previous)
     try:
-        return await answer_with(call, request, ResponseAnswer(call, body, request), stream=body.stream)
+        return await answer_with(context, request, ResponseFormatter(context, body, request), stream=body.stream)
     except NotFound:
         raise missing(previous) from None
 
 
-async def count(call: Call) -> Plain:
+async def count(context: RequestContext) -> Response:
     """POST responses/input_tokens: how many tokens the input of a conversation's first turn is."""
-    body = read(ResponseBody, call.body)
+    body = read(ResponseBody, context.body)
     if body.previous_response_id is not None:
         raise InvalidRequest("previous_response_id: only a first turn is counted", param="previous_response_id")
-    texts = await off_loop(call.body_bytes, body.checked_texts, call.config)
-    (ids,) = await call.site.encode(texts, "input")
+    texts = await off_loop(context.body_bytes, body.checked_texts, context.config)
+    (ids,) = await context.app.encode(texts, "input")
     return json_reply({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
-async def delete(call: Call) -> Plain:
+async def delete(context: RequestContext) -> Response:
     """DELETE responses/{id}: forget the state."""
-    name = call.params["response"]
-    deleted = name.startswith(PREFIX + "_") and (await call.site.manage(Delete(namespace=call.namespace, name=name))).found
+    name = context.params["response"]
+    deleted = name.startswith(PREFIX + "_") and (await context.app.manage(Delete(namespace=context.namespace, name=name))).found
     return json_reply({"id": name, "object": "response", "deleted": deleted})
 
 
-async def retrieve(call: Call) -> Plain:
+async def retrieve(context: RequestContext) -> Response:
     """GET responses/{id}: texts are not kept."""
     raise NotFound("the server keeps the state of a response to be continued, not its text", code="not_supported")
 

@@ -2,9 +2,9 @@
 
 from pydantic import Field
 
-from routes.http.context import Call
+from routes.http.context import RequestContext
 from routes.http.off_loop import off_loop
-from routes.http.replies import Plain, json_reply
+from routes.http.replies import Response, json_reply
 from routes.openai.answers import Vocabulary
 from routes.openai.schemas import END_TEXT, Conversation, read, split_ends
 from routes.openai.template import CHAT_TEMPLATE
@@ -37,39 +37,39 @@ class TemplateBody(Body, Conversation):
     """A conversation."""
 
 
-async def tokenize(call: Call) -> Plain:
+async def tokenize(context: RequestContext) -> Response:
     """POST tokenize: the ids of a text, as completions would be fed it."""
-    body = read(TokenizeBody, call.body)
-    ids, text = await off_loop(call.body_bytes, body.text)
+    body = read(TokenizeBody, context.body)
+    ids, text = await off_loop(context.body_bytes, body.text)
     if text:
-        ids += (await call.site.encode([text], "prompt"))[0]
-    if len(ids) > call.config.max_prompt_tokens:
-        raise InvalidRequest(f"prompt: at most {call.config.max_prompt_tokens} tokens", param="prompt")
-    answer = {"count": len(ids), "max_model_len": call.config.max_prompt_tokens, "tokens": ids, "token_strs": None}
+        ids += (await context.app.encode([text], "prompt"))[0]
+    if len(ids) > context.config.max_prompt_tokens:
+        raise InvalidRequest(f"prompt: at most {context.config.max_prompt_tokens} tokens", param="prompt")
+    answer = {"count": len(ids), "max_model_len": context.config.max_prompt_tokens, "tokens": ids, "token_strs": None}
     if body.return_token_strs:
-        vocabulary = Vocabulary((await call.site.loaded_tokenizer()).token_bytes)
+        vocabulary = Vocabulary((await context.app.loaded_tokenizer()).token_bytes)
         answer["token_strs"] = [vocabulary.name(token) for token in ids]
     return json_reply(answer)
 
 
-async def detokenize(call: Call) -> Plain:
+async def detokenize(context: RequestContext) -> Response:
     """POST detokenize: the text of ids, in which the end token is spelled out."""
-    ids = read(DetokenizeBody, call.body).tokens
-    if len(ids) > call.config.max_prompt_tokens:
-        raise InvalidRequest(f"tokens: at most {call.config.max_prompt_tokens}", param="tokens")
+    ids = read(DetokenizeBody, context.body).tokens
+    if len(ids) > context.config.max_prompt_tokens:
+        raise InvalidRequest(f"tokens: at most {context.config.max_prompt_tokens}", param="tokens")
     pieces: list[list[int]] = [[]]
     for token in ids:
         if token == END_ID:
             pieces.append([])
         else:
             pieces[-1].append(token)
-    text = END_TEXT.join(map((await call.site.loaded_tokenizer()).decode, pieces))
+    text = END_TEXT.join(map((await context.app.loaded_tokenizer()).decode, pieces))
     return json_reply({"prompt": text, "content": text})
 
 
-async def tokenizer_info(call: Call) -> Plain:
+async def tokenizer_info(context: RequestContext) -> Response:
     """GET tokenizer_info: what evaluation tools ask first."""
-    tokenizer = await call.site.loaded_tokenizer()
+    tokenizer = await context.app.loaded_tokenizer()
     return json_reply(
         {
             "tokenizer_class": f"RWKV {tokenizer.name}",
@@ -86,7 +86,7 @@ async def tokenizer_info(call: Call) -> Plain:
     )
 
 
-async def apply_template(call: Call) -> Plain:
+async def apply_template(context: RequestContext) -> Response:
     """POST apply_template: the prompt that a conversation becomes."""
-    prompt = await off_loop(call.body_bytes, read(TemplateBody, call.body).templated)
+    prompt = await off_loop(context.body_bytes, read(TemplateBody, context.body).templated)
     return json_reply({"prompt": prompt})

@@ -17,17 +17,18 @@ import msgspec
 from routes import schemas
 from routes.http.access import OWNER, Headers, Pages, Secrets, in_headers, present
 from routes.http.connections import Ledger
-from routes.http.context import Call
+from routes.http.context import RequestContext
 from routes.http.disconnects import DisconnectMonitor, address
 from routes.http.figures import CallFigures
 from routes.http.off_loop import off_loop
-from routes.http.replies import JSON, SSE, Plain
-from routes.http.streams import NUDGE, Answer, Later, telling
+from routes.http.replies import JSON, SSE, Response
+from routes.http.streams import NUDGE, FormatEvent, Reply, StreamingAnswer, TaskAnswer, notify_first
 from rwkv_batch.config import Config
 from rwkv_batch.errors import Overloaded, RwkvBatchError, Unavailable
-from rwkv_batch.ipc.channel import Ask, EngineClient, EngineInfo, Event, Live, SessionAnswer, Ticket, error_of
+from rwkv_batch.ipc.client import EngineClient, SessionAnswer, Ticket
+from rwkv_batch.ipc.messages import Ask, EngineInfo, Live
 from rwkv_batch.metrics import HttpMetrics
-from rwkv_batch.request import Failure, Request
+from rwkv_batch.request import Event, Failure, Request
 from rwkv_batch.session_messages import Action, Deleted, Page
 from rwkv_batch.text import tokenizer
 from rwkv_batch.text.translation import Memory
@@ -42,7 +43,7 @@ FILE_BYTES = 65536  # what a session's file may hold beside the state
 EXPOSED = "Retry-After, X-Request-Id, X-Should-Retry, X-Session-Version, Content-Disposition, WWW-Authenticate"
 
 
-class Site:
+class HttpApp:
     """What all calls of one HTTP process share: settings, engine, figures, and the answers in progress.
 
     folder  for files that HTTP process and engine hand each other
@@ -148,23 +149,27 @@ class Site:
         encode = (await self.loaded_tokenizer()).ids
         return await off_loop(sum(map(len, texts)), schemas.prompt_ids, texts, field, self.config, encode)
 
-    async def to_request(self, call: Call, body: schemas.PromptsBody) -> Request:
+    async def to_request(self, context: RequestContext, body: schemas.PromptsBody) -> Request:
         """Check and tokenise a body, away from the event loop when it is long. Raises InvalidRequest, Unavailable."""
-        texts = await off_loop(call.body_bytes, body.checked_texts, call.config)
+        texts = await off_loop(context.body_bytes, body.checked_texts, context.config)
         self._check_room()
         encode = (await self.loaded_tokenizer()).ids
-        request = await off_loop(sum(map(len, texts)), body.to_request, texts, call.id, call.config, encode)
-        request = msgspec.structs.replace(request, namespace=call.namespace)
-        call.num_prompts = request.num_rows
-        call.prompt_tokens = sum(map(len, request.prompts))
-        self.metrics.num_prompts.observe(call.num_prompts)
+        request = await off_loop(sum(map(len, texts)), body.to_request, texts, context.id, context.config, encode)
+        request = msgspec.structs.replace(request, namespace=context.namespace)
+        context.num_prompts = request.num_rows
+        context.prompt_tokens = sum(map(len, request.prompts))
+        self.metrics.num_prompts.observe(context.num_prompts)
         self.metrics.max_tokens.observe(request.max_tokens)
-        if call.config.log_prompts:
-            log.info("%s prompts %s", call.id, json.dumps([text[:256] for text in texts[:4]]))
+        if context.config.log_prompts:
+            log.info("%s prompts %s", context.id, json.dumps([text[:256] for text in texts[:4]]))
         return request
 
     async def submit(
-        self, call: Call, request: Request, translate: Callable[[Event], bytes | None], ended: asyncio.Event | None = None
+        self,
+        context: RequestContext,
+        request: Request,
+        format_event: FormatEvent,
+        ended: asyncio.Event | None = None,
     ) -> Ticket:
         """Hand a request to the engine and wait until it has taken it. Raises what the engine refuses it with.
 
@@ -173,15 +178,15 @@ class Site:
         loop = asyncio.get_running_loop()
         answered = asyncio.Event()
 
-        def tell(event: asyncio.Event) -> Callable[[], None]:
+        def notify(event: asyncio.Event) -> Callable[[], None]:
             return lambda: loop.call_soon_threadsafe(event.set)
 
         self._check_room()  # again, for others came while this one was tokenised
-        on_settled, on_end = tell(answered), tell(ended) if ended else None
+        on_settled, on_end = notify(answered), notify(ended) if ended else None
         if request.session is not None:
-            translate, on_settled = telling(translate, on_settled), None
-        call.ticket = ticket = self.client.submit(request, translate, on_settled, on_end, call.path, call.given_id)
-        ticket.peer = address(call.peer)
+            format_event, on_settled = notify_first(format_event, on_settled), None
+        context.ticket = ticket = self.client.submit(request, format_event, on_settled, on_end, context.path, context.given_id)
+        ticket.peer = address(context.peer)
         self._submitting.add(request.id)
         try:
             await answered.wait()
@@ -191,45 +196,48 @@ class Site:
         finally:
             self._submitting.discard(request.id)
         if ticket.failure is not None and ticket.first_at is None:
-            raise error_of(ticket.failure)
+            raise ticket.failure.exception()
         return ticket
 
-    async def stream(self, call: Call, request: Request, translate: Callable[[Event], bytes | None]) -> "Answer":
-        """Answer with events as they come. `translate` makes their bytes, the end or the error included."""
-        ticket = await self.submit(call, request, translate)
-        return Answer(call, ticket, SSE, b": ping\n", b":\n", self.config.ping_seconds)
+    async def stream(self, context: RequestContext, request: Request, format_event: FormatEvent) -> StreamingAnswer:
+        """Answer with events as they come. `format_event` makes their bytes, the end or the error included."""
+        ticket = await self.submit(context, request, format_event)
+        return StreamingAnswer(context, ticket, SSE, b": ping\n", b":\n", self.config.ping_seconds)
 
     async def document(
-        self, call: Call, request: Request, translate: Callable[[Event], bytes | Callable[[], bytes] | RwkvBatchError | None]
-    ) -> "Plain | Answer":
-        """Answer with one JSON document, which `translate` returns with the last event, or the error to tell instead.
+        self,
+        context: RequestContext,
+        request: Request,
+        format_event: Callable[[Event], bytes | Callable[[], bytes] | RwkvBatchError | None],
+    ) -> Reply:
+        """Answer with one JSON document, which `format_event` returns with the last event, or the error to tell instead.
 
         Within PLAIN_SECONDS it has its true status; after that the answer is a stream of blanks that ends in the document, or
-        is cut off. Instead of a document that takes long to write, `translate` may return what writes it.
+        is cut off. Instead of a document that takes long to write, `format_event` may return what writes it.
         """
         ended = asyncio.Event()
-        ticket = await self.submit(call, request, translate, ended)
+        ticket = await self.submit(context, request, format_event, ended)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ended.wait(), PLAIN_SECONDS)
         if not ended.is_set():
-            return Answer(call, ticket, JSON, b" ", b" ", min(BLANK_SECONDS, self.config.ping_seconds))
+            return StreamingAnswer(context, ticket, JSON, b" ", b" ", min(BLANK_SECONDS, self.config.ping_seconds))
         if ticket.failure is not None:
-            raise error_of(ticket.failure)
+            raise ticket.failure.exception()
         items = []
         while (item := ticket.take(0.0)) is not Ticket.END:
             if isinstance(item, RwkvBatchError):
                 raise item
             if item is not NUDGE:
                 items.append(item if isinstance(item, bytes) else await asyncio.to_thread(item))
-        return Plain(b"".join(items))
+        return Response(b"".join(items))
 
-    async def later(self, call: Call, work: Coroutine[Any, Any, Plain]) -> "Plain | Answer":
+    async def answer_when_done(self, context: RequestContext, work: Coroutine[Any, Any, Response]) -> Reply:
         """Answer with what `work` comes to, as `document` does for one request; it is cancelled when the client has left."""
         task = asyncio.ensure_future(work)
         await asyncio.wait({task}, timeout=PLAIN_SECONDS)
         if task.done():
             return task.result()
-        return Answer(call, Later(task), JSON, b" ", b" ", min(BLANK_SECONDS, self.config.ping_seconds))
+        return StreamingAnswer(context, TaskAnswer(task), JSON, b" ", b" ", min(BLANK_SECONDS, self.config.ping_seconds))
 
     async def manage(self, action: Action) -> Page | Deleted:
         """What came of an order about sessions. Raises what the engine refuses it with, and Unavailable."""
@@ -247,7 +255,7 @@ class Site:
         except TimeoutError:
             raise Unavailable("the engine does not answer", code="engine_busy") from None
         if isinstance(result, Failure):
-            raise error_of(result)
+            raise result.exception()
         return result
 
     async def ask(self, *, stop: bool = False, request_id: str | None = None, endpoint: str | None = None) -> list[Live]:
