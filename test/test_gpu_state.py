@@ -60,7 +60,8 @@ def test_every_level_gives_the_same_bits(tmp_path):
             pool.turn(f"s{i}", pool.random(i))
         tiers = {entry.name: entry.tier for entry in pool.order(Status()).sessions}
         assert [tiers[f"s{i}"] for i in range(8)] == ["db"] * 3 + ["l2"] * 3 + ["l1"] * 2
-        held = pool.pool._levels["l2"]["", "s4"].snapshot
+        with pool.pool.shared.lock:
+            held = pool.pool.shared.tiers.l2.sessions["", "s4"].snapshot
         assert not held.wkv.is_cuda
         assert held.wkv.is_pinned()
         for i in (7, 4, 0, 3, 7):

@@ -28,7 +28,7 @@ from test_state_pool import FILE, Pool, same, snapshot, take
 
 from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.session_messages import Delete, Fork, Rewind, Session
-from rwkv_batch.sessions import database, pool
+from rwkv_batch.sessions import database, storage
 from rwkv_batch.sessions.database import SessionDatabase
 
 NAMES = [f"s{i}" for i in range(6)]
@@ -46,7 +46,7 @@ class Life:
     """Turns, rewinds, forks and deletes in random order. What is begun and what was acknowledged stands in a file."""
 
     def __init__(self, folder: Path, seed: int):
-        pool.IDLE_SECONDS = 0.005
+        storage.IDLE_SECONDS = 0.005
         database.WAL_SOON_BYTES, database.WAL_BYTES = 400_000, 2_000_000  # so that the log is copied back often
         database.RESERVE_BYTES = 2**16
         torch.set_num_threads(1)

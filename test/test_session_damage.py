@@ -11,8 +11,9 @@ from test_state_pool import FILE, Pool, same, snapshot
 
 from rwkv_batch.errors import RwkvBatchError, StorageFailed, Unprocessable
 from rwkv_batch.session_messages import Delete, Status
-from rwkv_batch.sessions.database import APPLICATION_ID, PAGE_BYTES, SCHEMA, STATE_SHIFT, TABLES, Replay, SessionDatabase, Turn
+from rwkv_batch.sessions.database import APPLICATION_ID, PAGE_BYTES, SCHEMA, STATE_SHIFT, TABLES, SessionDatabase
 from rwkv_batch.sessions.state_file import Stored
+from rwkv_batch.sessions.store import NewVersion, Replay
 
 NUM_SESSIONS, NUM_VERSIONS = 12, 3
 
@@ -21,11 +22,11 @@ def name_of(number: int) -> str:
     return f"user{number}"
 
 
-def turn(number: int, version: int) -> Turn:
+def turn(number: int, version: int) -> NewVersion:
     """One version of a session, with the answer for an idempotency key."""
     state, newlines = snapshot(100 * number + version, tokens=1000 * number + version), number % 3
     replay = Replay(f"key{version}", b"digest", b"answer of %d" % number, 2e9 + number)
-    return Turn(
+    return NewVersion(
         "", name_of(number), version, state.elapsed, newlines, FILE.encode(Stored(state, newlines)), 1e9 + number,
         [(name_of(number), replay)],
     )  # fmt: skip

@@ -135,8 +135,8 @@ def test_the_level_is_invisible(path, level):
 def test_a_turn_ends_only_when_it_is_on_disk_and_holds_up_nobody(path, monkeypatch):
     with SessionHarness(path, vocab=256) as harness:
         go = threading.Event()
-        write = harness.sessions._database.write
-        monkeypatch.setattr(harness.sessions._database, "write", lambda turns: (go.wait(60), write(turns)))
+        write = harness.sessions.store.write
+        monkeypatch.setattr(harness.sessions.store, "write", lambda turns: (go.wait(60), write(turns)))
         harness.submit("turn", [[1, 2, 3]], session=Session(name="s"), max_tokens=4)
         harness.submit("other", [[1, 2, 3]], max_tokens=40)
         while "other" not in harness.finishes or 0 not in harness.finishes["other"]:
@@ -256,7 +256,7 @@ def test_the_end_of_the_worker_tells_how_many_sessions_it_could_not_write(path, 
     with SessionHarness(path, vocab=256, pool={"durability": "shutdown"}) as harness:
         for name in "ab":
             harness.turn(name, [1, 2, 3], max_tokens=3)
-        monkeypatch.setattr(harness.sessions._database, "write", lambda _: (_ for _ in ()).throw(StorageFailed("full")))
+        monkeypatch.setattr(harness.sessions.store, "write", lambda _: (_ for _ in ()).throw(StorageFailed("full")))
         harness.worker.stop()
         harness.worker.run()
         assert harness.worker.lost_sessions == 2

@@ -447,7 +447,7 @@ def test_the_oldest_responses_go_when_there_are_too_many(path):
 
 
 def test_old_responses_go_bytes_and_all(path, monkeypatch):
-    monkeypatch.setattr("rwkv_batch.sessions.pool.IDLE_SECONDS", 0.02)
+    monkeypatch.setattr("rwkv_batch.sessions.storage.IDLE_SECONDS", 0.02)
     with Pool(path, response_seconds=1000) as pool:
         pool.turn("s", snapshot(0))
         for i in range(3):
@@ -618,7 +618,7 @@ def test_status_in_pages(path):
 
 def test_a_long_list_has_every_session_once_while_others_change(path, monkeypatch):
     """It is made in pieces with turns in between. Names may hold any character, also one that ends a string in C."""
-    monkeypatch.setattr("rwkv_batch.sessions.pool.LIST_SESSIONS", 3)
+    monkeypatch.setattr("rwkv_batch.sessions.commands.LIST_SESSIONS", 3)
     with Pool(path, l1_sessions=1, l2_sessions=1) as pool:
         names = ["a\0b", "a", "\0", "b", *(f"s{i}" for i in range(8)), "a\0c"]
         for i, name in enumerate(names):
@@ -630,7 +630,7 @@ def test_a_long_list_has_every_session_once_while_others_change(path, monkeypatc
         assert [entry.name for page in pages for entry in page.sessions] == [entry.name for entry in whole.sessions]
         assert pool.order(Status(offset=2, limit=100)).sessions == whole.sessions[2:]
 
-        listing = pool.pool._status(Status())
+        listing = pool.pool.commands.pieces_of_list(Status())
         assert next(listing) is None
         pool.turn("a", snapshot(50))
         pool.turn("b", snapshot(51))
@@ -648,7 +648,7 @@ def test_a_state_that_does_not_fit_on_the_device_is_refused_and_keeps_nobody_wai
         pool.turn("s", snapshot(1))
         pool.turn("other", snapshot(2))
         with monkeypatch.context() as patch:
-            patch.setattr(pool.pool.copies, "to_device", lambda _: 1 / 0)
+            patch.setattr(pool.pool.shared.copies, "to_device", lambda _: 1 / 0)
             for _ in range(2):
                 with pytest.raises(Unavailable, match="could not be brought"):
                     pool.lease("s")
@@ -660,7 +660,7 @@ def test_a_session_wanted_again_before_it_is_on_the_device_is_still_waited_for(p
         for seed, name in enumerate("ab"):
             p.turn(name, snapshot(seed))
     with Pool(path, l1_sessions=1) as p:
-        p.pool.copies = device = SlowDevice()
+        p.pool.shared.copies = device = SlowDevice()
         for name in "aba":  # the second moves the first down, but not off the device yet
             lease = p.lease(name, keep=False)
             lease.initial()
@@ -673,7 +673,7 @@ def fail_writes(patch: pytest.MonkeyPatch, pool: Pool) -> None:
 
 
 def test_relaxed_turns_are_not_acknowledged_while_the_disk_refuses_earlier_ones(path, monkeypatch):
-    monkeypatch.setattr("rwkv_batch.sessions.pool.RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("rwkv_batch.sessions.disk.RETRY_SECONDS", 0.02)
     with Pool(path, durability="relaxed", relaxed_seconds=0.02) as pool:
         pool.turn("s", snapshot(1))
         running = pool.lease("t")
@@ -696,7 +696,7 @@ def test_relaxed_turns_are_not_acknowledged_while_the_disk_refuses_earlier_ones(
 
 
 def test_relaxed_turns_go_on_when_what_the_disk_refused_was_deleted(path, monkeypatch):
-    monkeypatch.setattr("rwkv_batch.sessions.pool.RETRY_SECONDS", 60)
+    monkeypatch.setattr("rwkv_batch.sessions.disk.RETRY_SECONDS", 60)
     with Pool(path, durability="relaxed", relaxed_seconds=0.02) as pool:
         with monkeypatch.context() as patch:
             fail_writes(patch, pool)
@@ -753,13 +753,15 @@ def test_a_change_of_the_clock_runs_no_turn_twice(path, monkeypatch):
                 lease = pool.lease(key="k")
                 assert lease.replay is not None
                 lease.release()
-                pool.pool._replays.clear()  # as if others had come since
+                with pool.pool.leases.lock:
+                    pool.pool.leases.replays.clear()  # as if others had come since
 
 
 def test_an_answer_that_gets_too_old_while_it_is_read_is_given_all_the_same(path, monkeypatch):
     with Pool(path) as pool:
         pool.turn("s", snapshot(1), key="k")
-        pool.pool._replays.clear()
+        with pool.pool.leases.lock:
+            pool.pool.leases.replays.clear()
         replay, now = pool.database.replay, pool.database.now
 
         def found(*key: str):
@@ -786,7 +788,7 @@ def test_a_session_that_could_not_be_deleted_is_as_it_was(path, monkeypatch):
 
 
 def test_nothing_of_a_deleted_session_is_left_in_its_files(path, monkeypatch):
-    monkeypatch.setattr("rwkv_batch.sessions.pool.IDLE_SECONDS", 0.02)
+    monkeypatch.setattr("rwkv_batch.sessions.storage.IDLE_SECONDS", 0.02)
     with Pool(path) as pool:
         for seed in range(5):
             pool.turn("the name", snapshot(seed), key="the key")
@@ -829,8 +831,8 @@ def test_a_new_node_does_not_take_the_name_of_a_session_in_its_first_turn(path, 
 
 
 def test_states_that_leave_memory_count_as_waiting_for_the_disk(path, monkeypatch):
-    monkeypatch.setattr("rwkv_batch.sessions.pool.BACKLOG_BYTES", 3 * snapshot(0).num_bytes)
-    monkeypatch.setattr("rwkv_batch.sessions.pool.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("rwkv_batch.sessions.leases.BACKLOG_BYTES", 3 * snapshot(0).num_bytes)
+    monkeypatch.setattr("rwkv_batch.sessions.disk.RETRY_SECONDS", 0.05)
     with Pool(path, durability="shutdown", l1_sessions=1, l2_sessions=0) as pool, monkeypatch.context() as patch:
         patch.setattr(pool.database, "write", lambda _: (_ for _ in ()).throw(StorageFailed("the disk is full")))
         for i in range(4):

@@ -20,7 +20,6 @@ import sqlite3
 import time
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -28,6 +27,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from rwkv_batch.errors import RwkvBatchError, StorageFailed, Unavailable, Unprocessable
+from rwkv_batch.sessions.store import NewVersion, Record, Replay, SessionSummary
 
 log = logging.getLogger(__name__)
 
@@ -99,74 +99,12 @@ def checksum_of(*values: Any) -> int:
     return zlib.crc32(msgspec.msgpack.encode(values))
 
 
-class Replay(NamedTuple):
-    """An answer kept for its idempotency key. `digest`: of the request; `answer`: what to say again."""
-
-    key: str
-    digest: bytes
-    answer: bytes
-    created: float
-
-
-class Record(NamedTuple):
-    """One version of a session without its bytes; `state` names them.
-
-    origin    the version whose state it is, None when it is its own
-    seal      the last bytes of the state
-    checksum  of all before it, the session's id and name; None in a read-only file of a version without checksums
-    response  whether it is the state of an answer of the Responses API
-    """
-
-    version: int
-    state: int
-    tokens: int
-    newlines: int
-    num_bytes: int
-    updated: float
-    origin: int | None
-    seal: bytes | None
-    checksum: int | None
-    session: int
-    response: int
-
-
 class Bytes(NamedTuple):
     """A state as it was written: its id, how many bytes, the last of them."""
 
     state: int
     num_bytes: int
     seal: bytes | None
-
-
-class Listed(NamedTuple):
-    """What a list says of a session; `id` never changes and is larger for a session that was made later."""
-
-    updated: float
-    id: int
-    name: str
-    version: int
-    tokens: int
-    num_bytes: int
-
-
-@dataclass
-class Turn:
-    """A state to keep as a new version of a session.
-
-    node      (dialogue, number) when it is a new node of one
-    response  whether a new session is the state of an answer of the Responses API, which is forgotten some day
-    """
-
-    namespace: str
-    name: str
-    version: int
-    tokens: int
-    newlines: int
-    pieces: Iterable[bytes | memoryview]
-    updated: float
-    replays: list[tuple[str, Replay]] = field(default_factory=list)  # (session as the request named it, answer)
-    node: tuple[str, int] | None = None
-    response: bool = False
 
 
 class SessionDatabase:
@@ -199,7 +137,7 @@ class SessionDatabase:
         self._lock_file: IO[str] | None = None
         self._read_only = False
         self._schema = len(MIGRATIONS)  # of the open file
-        self._reference: dict[str, Listed] = {}  # sessions that are in rwkv_lightning's table and not in ours
+        self._reference: dict[str, SessionSummary] = {}  # sessions that are in rwkv_lightning's table and not in ours
         self._reserve_bytes = 0
         self._to_clear = False
         self._written = 0  # bytes of states since the log was copied back
@@ -249,7 +187,9 @@ class SessionDatabase:
         if record.seal is not None and (num_bytes, seal) != (record.num_bytes, record.seal):
             raise _damaged()
 
-    def page(self, namespace: str, *, without: list[int], offset: int, limit: int, responses: bool = False) -> list[Listed]:
+    def page(
+        self, namespace: str, *, without: list[int], offset: int, limit: int, responses: bool = False
+    ) -> list[SessionSummary]:
         """Return sessions, newest first, leaving out those with the ids `without`, and responses unless they are wanted."""
         query = f"{self._list(responses)} AND s.id NOT IN (SELECT value FROM json_each(?))"
         query += " ORDER BY s.updated DESC, s.id DESC LIMIT ? OFFSET ?"
@@ -259,12 +199,12 @@ class SessionDatabase:
         ours = self._listed(query, (namespace, json.dumps(without), offset + limit, 0))
         return sorted([*ours, *theirs], reverse=True)[offset : offset + limit]
 
-    def named_after(self, namespace: str, name: str, limit: int, *, responses: bool = False) -> list[Listed]:
+    def named_after(self, namespace: str, name: str, limit: int, *, responses: bool = False) -> list[SessionSummary]:
         """Return the sessions whose names follow `name`, in the order of their names; `reference` has the rest."""
         query = f"{self._list(responses)} AND s.name > ? ORDER BY s.name LIMIT ?"
         return self._listed(query, (namespace, name, limit))
 
-    def reference(self, namespace: str) -> list[Listed]:
+    def reference(self, namespace: str) -> list[SessionSummary]:
         """Return the sessions that rwkv_lightning kept in the same file, as far as they are not among ours yet."""
         self._open(create=False)
         return [] if namespace else list(self._reference.values())
@@ -324,7 +264,7 @@ class SessionDatabase:
 
     # Writing. Each call is one transaction.
 
-    def write(self, turns: list[Turn]) -> None:
+    def write(self, turns: list[NewVersion]) -> None:
         """Keep new versions, all or none."""
         with self._transaction() as connection:
             for turn in turns:
@@ -391,12 +331,12 @@ class SessionDatabase:
         now = time.time()
         with self._transaction() as connection:
             for name in copies:
-                turn = Turn(namespace, name, 1, record.tokens, record.newlines, (), now)
+                turn = NewVersion(namespace, name, 1, record.tokens, record.newlines, (), now)
                 self._set_version(connection, turn, Bytes(record.state, record.num_bytes, record.seal))
 
     def rewind(self, namespace: str, name: str, record: Record, version: int) -> None:
         """Make a kept version of a session its version `version`."""
-        turn = Turn(namespace, name, version, record.tokens, record.newlines, (), time.time())
+        turn = NewVersion(namespace, name, version, record.tokens, record.newlines, (), time.time())
         origin = record.version if record.origin is None else record.origin
         with self._transaction() as connection:
             self._set_version(connection, turn, Bytes(record.state, record.num_bytes, record.seal), origin)
@@ -502,7 +442,7 @@ class SessionDatabase:
         self._written += num_bytes
         return Bytes(state, num_bytes, seal)
 
-    def _set_version(self, connection: sqlite3.Connection, turn: Turn, kept: Bytes, origin: int | None = None) -> None:
+    def _set_version(self, connection: sqlite3.Connection, turn: NewVersion, kept: Bytes, origin: int | None = None) -> None:
         """Make a state the newest version of a session, and forget versions that are too old."""
         connection.execute(
             "INSERT INTO kept_sessions (namespace, name, version, updated, response) VALUES (?, ?, ?, ?, ?)"
@@ -579,7 +519,7 @@ class SessionDatabase:
     def _reference_columns(self) -> set[str]:
         return {row[1] for row in self._rows("PRAGMA table_info(sessions)", ())}
 
-    def _find_reference(self) -> dict[str, Listed]:
+    def _find_reference(self) -> dict[str, SessionSummary]:
         """What rwkv_lightning has kept, as far as there is no session of ours with that name."""
         time_of = _REFERENCE_TIME if "last_updated" in self._reference_columns() else "0"
         query = (
@@ -593,10 +533,10 @@ class SessionDatabase:
         """How sessions are listed, with responses or without."""
         return _LIST if responses or self._schema == 1 else f"{_LIST} AND NOT s.response"
 
-    def _listed(self, query: str, values: tuple) -> list[Listed]:
+    def _listed(self, query: str, values: tuple) -> list[SessionSummary]:
         rows = self._rows(query, values)
         try:
-            return msgspec.convert(rows, list[Listed])
+            return msgspec.convert(rows, list[SessionSummary])
         except msgspec.MsgspecError as error:
             raise self._failed("read", error) from None
 

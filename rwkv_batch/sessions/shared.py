@@ -1,0 +1,260 @@
+"""What the threads of a pool share. Whatever stands behind its lock is `Guarded`: to touch it without the lock is an error."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+
+import torch
+
+from rwkv_batch.errors import RwkvBatchError, StorageFailed, Unavailable
+from rwkv_batch.model.state import Snapshot
+from rwkv_batch.session_messages import Action, Answer, Deleted, Kept, Page
+from rwkv_batch.sessions.tiers import Key, ResidentSession, Tiers
+from rwkv_batch.sessions.transfer import Copies
+
+if TYPE_CHECKING:
+    from rwkv_batch.sessions.leases import Lease
+
+T = TypeVar("T")
+Durability = Literal["turn", "relaxed", "shutdown"]
+
+GROUP_BYTES = 64 * 2**20  # states of one transaction: more waiting turns share a commit, but none waits much longer for it
+
+
+class PoolLock:
+    """The one lock of a pool, which a thread may take again, with a bell for the storage thread."""
+
+    def __init__(self):
+        self._lock = threading.RLock()
+        self._bell = threading.Condition(self._lock)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def check_held(self, what: str) -> None:
+        """Raise RuntimeError unless the calling thread has the lock."""
+        if not self._lock._is_owned():
+            raise RuntimeError(f"{what} is used without the pool's lock")
+
+    def ring(self) -> None:
+        """Wake the storage thread."""
+        with self._lock:
+            self._bell.notify_all()
+
+    def wait(self, seconds: float) -> bool:
+        """Let go of the lock until `ring` or for so long; whether it rang."""
+        return self._bell.wait(seconds)
+
+
+class Guarded(Generic[T]):
+    """An attribute that only a thread with the `lock` of its object may read or set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> T:
+        instance.lock.check_held(self._name)
+        return instance.__dict__[self._name]
+
+    def __set__(self, instance: Any, value: T) -> None:
+        instance.lock.check_held(self._name)
+        instance.__dict__[self._name] = value
+
+
+class Load(NamedTuple):
+    """Find the session of a lease whose turn it is."""
+
+    lease: "Lease"
+
+
+class Commit(NamedTuple):
+    """Save the state of a turn that ended. `written`: the event behind the copy out of the slot."""
+
+    lease: "Lease"
+    snapshot: Snapshot
+    newlines: int
+    answer: Answer
+    done: Callable[[Kept | RwkvBatchError], None]
+    written: "torch.cuda.Event | None"
+
+
+class Execute(NamedTuple):
+    """Carry out a command of the state routes."""
+
+    action: Action
+    answer: Callable[[Page | Deleted | RwkvBatchError], None]
+
+
+class Listing(NamedTuple):
+    """A list that is made piece by piece, other work in between: None until it is whole."""
+
+    pieces: Any  # Iterator[Page | None]
+    answer: Callable[[Page | Deleted | RwkvBatchError], None]
+
+
+class Demote(NamedTuple):
+    """Bring a session that left L1 to the host."""
+
+    resident: ResidentSession
+
+
+class Flush(NamedTuple):
+    """Write a session that left memory."""
+
+    resident: ResidentSession
+
+
+Job = Load | Commit | Execute | Listing | Demote | Flush
+
+
+class JobQueue:
+    """What the storage thread has to do.
+
+    num_commits, commit_bytes  turns that ended and whose callers wait for the end of the commit, and their states
+    """
+
+    def __init__(self):
+        self.num_commits = 0
+        self.commit_bytes = 0
+        self._jobs: deque[Job] = deque()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, job: Job) -> None:
+        """Put it at the end."""
+        if isinstance(job, Commit):
+            self.num_commits += 1
+            self.commit_bytes += job.snapshot.num_bytes
+        self._jobs.append(job)
+
+    def settled(self, job: Commit) -> None:
+        """Nobody waits for this commit any more."""
+        self.num_commits -= 1
+        self.commit_bytes -= job.snapshot.num_bytes
+
+    def take(self, *, commits_write: bool) -> list[Job]:
+        """Take what is done next: what needs no transaction first, but nothing before a command it came after.
+
+        Commits that write come together, as many as share a transaction.
+        """
+        for index, job in enumerate(self._jobs):
+            if isinstance(job, Execute):
+                break
+            if isinstance(job, Load) or (isinstance(job, Commit) and not commits_write):
+                del self._jobs[index]
+                return [job]
+        if not self._jobs:
+            return []
+        jobs, num_bytes = [self._jobs.popleft()], 0
+        if isinstance(jobs[0], Commit):
+            num_bytes = jobs[0].snapshot.num_bytes
+            while self._jobs and isinstance(self._jobs[0], Commit) and num_bytes < GROUP_BYTES:
+                jobs.append(self._jobs.popleft())
+                num_bytes += jobs[-1].snapshot.num_bytes
+        return jobs
+
+
+class Shared:
+    """The sessions in memory and the work that waits, with the rules that need both.
+
+    last_nodes  the last number of each dialogue that was looked up
+    closing     whether the server stops
+    refusal     why the last states that were acknowledged could not be written, None when they could
+    totals      since the start
+    """
+
+    tiers = Guarded[Tiers]()
+    jobs = Guarded[JobQueue]()
+    last_nodes = Guarded[dict[Key, int]]()
+    closing = Guarded[bool]()
+    refusal = Guarded[str | None]()
+    totals = Guarded[dict[str, int | float]]()
+
+    def __init__(self, tiers: Tiers, copies: Copies, durability: Durability):
+        self.lock = PoolLock()
+        self.copies = copies
+        self.durability = durability
+        with self.lock:
+            self.tiers = tiers
+            self.jobs = JobQueue()
+            self.last_nodes = {}
+            self.closing = False
+            self.refusal = None
+            self.totals = {"state_commits_total": 0, "state_commit_seconds_total": 0.0, "state_commit_failures_total": 0,
+                           "state_loads_l1_total": 0, "state_loads_l2_total": 0, "state_loads_db_total": 0}  # fmt: skip
+
+    def find(self, key: Key) -> ResidentSession | None:
+        """Return a session in memory."""
+        with self.lock:
+            return self.tiers.find(key)
+
+    def enqueue(self, job: Job) -> None:
+        """Have the storage thread do it."""
+        with self.lock:
+            self.jobs.add(job)
+            self.lock.ring()
+
+    def check_open(self) -> None:
+        """Raise Unavailable when the server stops."""
+        if self.closing:
+            raise Unavailable("the server is shutting down", code="draining", retry_after=5.0)
+
+    def check_promise(self) -> None:
+        """Refuse what would be said to be on disk within `relaxed_seconds` while the disk refuses such states."""
+        with self.lock:
+            if self.refusal is None or self.durability != "relaxed":
+                return
+            if self.tiers.unwritten():
+                raise StorageFailed(f"earlier turns still wait for the disk: {self.refusal}")
+            self.refusal = None  # they were deleted
+
+    def promote(self, resident: ResidentSession) -> None:
+        """Make it the newest of L1, on the device or on its way there."""
+        self.totals[f"state_loads_{self.tiers.tier_of(resident.key)}_total"] += 1
+        if self.tiers.tier_of(resident.key) != "l1":
+            snapshot, arrived = self.copies.to_device(resident.snapshot)
+            if snapshot is not resident.snapshot:  # else it is on the device, or still on its way there
+                resident.snapshot, resident.arrived = snapshot, arrived
+        self.put(resident)
+
+    def put(self, resident: ResidentSession) -> None:
+        """Make it the newest of L1; what this evicts is moved by the storage thread."""
+        demoted, unwritten = self.tiers.put(resident)
+        if self.copies.on_gpu:
+            for old in demoted:
+                self.enqueue(Demote(old))
+        for old in unwritten:
+            self.enqueue(Flush(old))
+
+    def publish(self, resident: ResidentSession) -> None:
+        """A new version is there. A response, which few continue, pushes no session out and only waits for the disk."""
+        if not resident.response:
+            self.put(resident)
+        elif self.tiers.put_aside(resident):
+            self.enqueue(Flush(resident))
+
+    def count_node(self, key: Key) -> None:
+        """A session called "dialogue:n", however it was made, takes that number."""
+        dialogue, _, number = key[1].rpartition(":")
+        if is_number(number) and (key[0], dialogue) in self.last_nodes:
+            self.last_nodes[key[0], dialogue] = max(self.last_nodes[key[0], dialogue], int(number))
+
+    def stats(self) -> dict[str, int | float]:
+        """Figures of this moment."""
+        with self.lock:
+            return {
+                "state_l1_sessions": len(self.tiers.l1.sessions),
+                "state_l2_sessions": len(self.tiers.l2.sessions),
+                "state_dirty_sessions": len(self.tiers.unwritten()) + self.jobs.num_commits,
+                **self.totals,
+            }
+
+
+def is_number(text: str) -> bool:
+    """Whether it can be the number of a node."""
+    return text.isascii() and text.isdigit() and len(text) < 19

@@ -1,0 +1,112 @@
+"""The storage thread: the disk and all copies to the host, one after another, so that no step of the engine waits for them."""
+
+import contextlib
+import logging
+import math
+import threading
+import time
+
+from rwkv_batch.errors import RwkvBatchError
+from rwkv_batch.sessions.commands import SessionCommands
+from rwkv_batch.sessions.disk import StateReader, StateWriter
+from rwkv_batch.sessions.leases import LeaseManager
+from rwkv_batch.sessions.shared import Commit, Demote, Execute, Flush, Job, Listing, Load, Shared
+from rwkv_batch.sessions.store import SessionStore
+from rwkv_batch.sessions.tiers import ResidentSession
+
+log = logging.getLogger("rwkv_batch.session_messages")
+
+IDLE_SECONDS = 1.0  # without work until the store does all its upkeep
+
+
+class StorageThread:
+    """Does the jobs of a pool, refuses turns that have waited too long, and writes what is due."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        leases: LeaseManager,
+        store: SessionStore,
+        reader: StateReader,
+        writer: StateWriter,
+        commands: SessionCommands,
+    ):
+        self._shared = shared
+        self._leases = leases
+        self._store = store
+        self._reader = reader
+        self._writer = writer
+        self._commands = commands
+        self._thread = threading.Thread(target=self._run, name="storage", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the end, which comes when the pool is closing and everything is written that can be."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._store.open_if_there()
+        except RwkvBatchError as error:  # requests without sessions are served all the same
+            log.error("%s", error.message)
+        shared, commits_write = self._shared, self._shared.durability == "turn"
+        while True:
+            woken = True
+            with shared.lock:
+                self._leases.time_out()
+                jobs = shared.jobs.take(commits_write=commits_write)
+                if not jobs:
+                    if shared.closing:
+                        break
+                    woken = shared.lock.wait(max(0.0, min(self._next_time() - time.monotonic(), IDLE_SECONDS)))
+            if jobs:
+                try:
+                    self._work(jobs)
+                except Exception:  # such as a device that is gone
+                    log.exception("the storage thread could not do its work")
+            self._writer.flush_due(time.monotonic())
+            with shared.lock:
+                waiting = len(shared.jobs) > 0
+            self._store.tidy(waiting=waiting, idle=not woken)
+            if not woken:
+                with contextlib.suppress(RwkvBatchError):  # logged; there is time for another try
+                    self._store.clean_up()
+        self._writer.flush_due(None)
+        self._store.tidy(waiting=False, idle=True)
+        self._store.close()
+
+    def _next_time(self) -> float:
+        """When there is something to do next, on the clock of time.monotonic."""
+        at_once = self._shared.durability == "turn"
+        dues = [] if at_once else [resident.due for resident in self._shared.tiers.unwritten()]
+        return min(self._leases.first_deadline(), min(dues, default=math.inf))
+
+    def _work(self, jobs: list[Job]) -> None:
+        match jobs[0]:
+            case Load(lease):
+                self._reader.load(lease)
+            case Commit():
+                self._writer.commit(jobs)
+            case Execute():
+                self._commands.execute(jobs[0])
+            case Listing():
+                self._commands.go_on(jobs[0])
+            case Demote(resident):
+                self._demote(resident)
+            case Flush(resident):
+                self._writer.flush([resident])
+
+    def _demote(self, resident: ResidentSession) -> None:
+        """Bring a session of L2 to the host, if it is still there."""
+        key, shared = resident.key, self._shared
+        with shared.lock:
+            if shared.tiers.l2.sessions.get(key) is not resident and shared.tiers.leaving.get(key) is not resident:
+                return
+            snapshot, arrived = resident.snapshot, resident.arrived
+        snapshot = shared.copies.to_host(snapshot, arrived)
+        with shared.lock:
+            if shared.tiers.l1.sessions.get(key) is not resident:
+                resident.snapshot, resident.arrived = snapshot, None

@@ -1,0 +1,150 @@
+"""What the pool asks of a store of sessions, and the nouns they share. `database.py` is the one that servers use."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+
+class Replay(NamedTuple):
+    """An answer kept for its idempotency key. `digest`: of the request; `answer`: what to say again."""
+
+    key: str
+    digest: bytes
+    answer: bytes
+    created: float
+
+
+class Record(NamedTuple):
+    """One version of a session without its bytes; `state` names them.
+
+    origin    the version whose state it is, None when it is its own
+    seal      the last bytes of the state
+    checksum  of all before it, the session's id and name; None where the store has none, as in an old file that is read-only
+    response  whether it is the state of an answer of the Responses API
+    """
+
+    version: int
+    state: int
+    tokens: int
+    newlines: int
+    num_bytes: int
+    updated: float
+    origin: int | None
+    seal: bytes | None
+    checksum: int | None
+    session: int
+    response: int
+
+
+class SessionSummary(NamedTuple):
+    """What a list says of a session; `id` never changes and is larger for a session that was made later."""
+
+    updated: float
+    id: int
+    name: str
+    version: int
+    tokens: int
+    num_bytes: int
+
+
+@dataclass
+class NewVersion:
+    """A state to save as a new version of a session.
+
+    node      (dialogue, number) when it is a new node of one
+    response  whether a new session is the state of an answer of the Responses API, which is forgotten some day
+    """
+
+    namespace: str
+    name: str
+    version: int
+    tokens: int
+    newlines: int
+    pieces: Iterable[bytes | memoryview]
+    updated: float
+    replays: list[tuple[str, Replay]] = field(default_factory=list)  # (session as the request named it, answer)
+    node: tuple[str, int] | None = None
+    response: bool = False
+
+
+class SessionStore(Protocol):
+    """Where sessions outlive the server; used by one thread, but for `now` and the two ages, which any thread may read.
+
+    replay_seconds    how long answers are kept for their idempotency keys
+    response_seconds  how long the states of responses are kept
+    Every method but `now` and `close` raises StorageFailed when the store does not work and Unavailable when another server has
+    it; those that read one session raise Unprocessable when what is said of it is damaged.
+    """
+
+    replay_seconds: float
+    response_seconds: float
+
+    def now(self) -> float:
+        """Epoch seconds that no change of the clock makes jump while the server runs."""
+
+    # Reading.
+
+    def find(self, namespace: str, name: str, version: int | None = None) -> Record | None:
+        """Return the newest version of a session, or the one asked for; None when there is none or it is too old a response."""
+
+    def pieces(self, record: Record) -> Iterator[bytes]:
+        """Yield the bytes of a version as they were written."""
+
+    def page(
+        self, namespace: str, *, without: list[int], offset: int, limit: int, responses: bool = False
+    ) -> list[SessionSummary]:
+        """Return sessions, newest first, leaving out those with the ids `without`, and responses unless they are wanted."""
+
+    def named_after(self, namespace: str, name: str, limit: int, *, responses: bool = False) -> list[SessionSummary]:
+        """Return the sessions whose names follow `name`, in the order of their names; `reference` has the rest."""
+
+    def count(self, namespace: str, *, responses: bool = False) -> int:
+        """Return the number of sessions, with responses when they are wanted."""
+
+    def ids(self, namespace: str, names: list[str]) -> list[int]:
+        """Return the ids of those of these sessions that exist."""
+
+    def kept_versions(self, namespace: str, name: str) -> list[int]:
+        """Return the versions of a session that can be rewound to, newest first."""
+
+    def last_node(self, namespace: str, name: str) -> int:
+        """Return the largest number a node of this dialogue ever had, 0 if none."""
+
+    def replay(self, namespace: str, name: str, key: str) -> Replay | None:
+        """Return the answer that was kept for an idempotency key."""
+
+    # Sessions that rwkv_lightning left in the same place; a store without any has none of them.
+
+    def reference(self, namespace: str) -> list[SessionSummary]:
+        """Return those that no session of ours has replaced yet."""
+
+    def reference_state(self, namespace: str, name: str) -> tuple[Any, float] | None:
+        """Return what was stored for one of them, whatever it is, and when; None if nothing."""
+
+    # Writing. Each call happens as a whole or not at all, and what has returned survives a power loss.
+
+    def write(self, versions: list[NewVersion]) -> None:
+        """Save new versions."""
+
+    def delete(self, namespace: str, name: str, *, prefix: bool) -> set[str]:
+        """Forget a session, and with `prefix` all "name:…"; return the names of those that were there."""
+
+    def fork(self, namespace: str, record: Record, copies: list[str]) -> None:
+        """Make sessions whose version 1 is `record`; none of them may exist."""
+
+    def rewind(self, namespace: str, name: str, record: Record, version: int) -> None:
+        """Make a kept version of a session its version `version`."""
+
+    # Upkeep.
+
+    def open_if_there(self) -> bool:
+        """Make ready what is there already; False when nothing is. The other methods open by themselves."""
+
+    def tidy(self, *, waiting: bool, idle: bool = False) -> None:
+        """Do some upkeep: none that takes long when somebody is `waiting`, all of it when nothing was to do (`idle`)."""
+
+    def clean_up(self) -> None:
+        """Delete some of what is too old or was left by deleted sessions; called again while there is nothing else to do."""
+
+    def close(self) -> None:
+        """Let go of it; the next call opens it again."""
