@@ -28,7 +28,7 @@ from test_state_pool import FILE, Pool, same, snapshot, take
 
 from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.session_messages import Delete, Fork, Rewind, Session
-from rwkv_batch.sessions import database, storage
+from rwkv_batch.sessions import connection, storage
 from rwkv_batch.sessions.database import SessionDatabase
 
 NAMES = [f"s{i}" for i in range(6)]
@@ -47,8 +47,8 @@ class Life:
 
     def __init__(self, folder: Path, seed: int):
         storage.IDLE_SECONDS = 0.005
-        database.WAL_SOON_BYTES, database.WAL_BYTES = 400_000, 2_000_000  # so that the log is copied back often
-        database.RESERVE_BYTES = 2**16
+        connection.WAL_SOON_BYTES, connection.WAL_BYTES = 400_000, 2_000_000  # so that the log is copied back often
+        connection.RESERVE_BYTES = 2**16
         torch.set_num_threads(1)
         self.folder = folder
         self.rng = random.Random(seed)
@@ -112,9 +112,9 @@ def live_and_be_noted(folder: Path, num_steps: int, weaker: str) -> None:
     life = Life(folder, seed=1)
     for _ in range(num_steps):
         life.step()
-        connection = life.pool.database._connection
-        if weaker and connection is not None:
-            connection.execute(f"PRAGMA synchronous = {weaker}")
+        opened = life.pool.database.file.connection
+        if weaker and opened is not None:
+            opened.execute(f"PRAGMA synchronous = {weaker}")
     os._exit(0)
 
 

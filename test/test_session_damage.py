@@ -11,7 +11,9 @@ from test_state_pool import FILE, Pool, same, snapshot
 
 from rwkv_batch.errors import RwkvBatchError, StorageFailed, Unprocessable
 from rwkv_batch.session_messages import Delete, Status
-from rwkv_batch.sessions.database import APPLICATION_ID, PAGE_BYTES, SCHEMA, STATE_SHIFT, TABLES, SessionDatabase
+from rwkv_batch.sessions.connection import PAGE_BYTES
+from rwkv_batch.sessions.database import SessionDatabase
+from rwkv_batch.sessions.schema import APPLICATION_ID, SCHEMA, STATE_SHIFT, TABLES
 from rwkv_batch.sessions.state_file import Stored
 from rwkv_batch.sessions.store import NewVersion, Replay
 

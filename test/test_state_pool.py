@@ -85,7 +85,7 @@ class Pool:
     def __init__(self, path: Path, *, versions: int = 2, max_pages: int | None = None, fingerprint: str = "", **options):
         kept = {name: options.pop(name) for name in ("response_seconds", "max_responses") if name in options}
         self.database = SessionDatabase(path, versions=versions, **kept)
-        self.database.max_pages = max_pages
+        self.database.file.max_pages = max_pages
         file = StateFile(fingerprint, SHAPE) if fingerprint else FILE
         self.pool = StatePool(self.database, file, torch.device("cpu"), **options)
         self.num_requests = 0
