@@ -1,6 +1,7 @@
 """Sessions without a model: three levels, SQLite, turns in order, orders, and what happens when the disk or a file is bad."""
 
 import contextlib
+import inspect
 import io
 import itertools
 import json
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from memory_store import MemoryStore
 
 from rwkv_batch.errors import (
     Conflict,
@@ -38,6 +40,7 @@ from rwkv_batch.session_messages import Answer, Delete, Deleted, Export, Fork, I
 from rwkv_batch.sessions.database import SessionDatabase
 from rwkv_batch.sessions.pool import StatePool
 from rwkv_batch.sessions.state_file import StateFile, Stored
+from rwkv_batch.sessions.store import SessionStore
 from rwkv_batch.sessions.transfer import Copies
 from sampling.params import SamplingParams
 
@@ -82,12 +85,21 @@ def same(a: Snapshot | None, b: Snapshot | None) -> bool:
 class Pool:
     """A pool whose calls wait for their answers."""
 
-    def __init__(self, path: Path, *, versions: int = 2, max_pages: int | None = None, fingerprint: str = "", **options):
+    def __init__(
+        self,
+        path: Path,
+        *,
+        versions: int = 2,
+        max_pages: int | None = None,
+        fingerprint: str = "",
+        store: SessionStore | None = None,
+        **options,
+    ):
         kept = {name: options.pop(name) for name in ("response_seconds", "max_responses") if name in options}
         self.database = SessionDatabase(path, versions=versions, **kept)
         self.database.file.max_pages = max_pages
         file = StateFile(fingerprint, SHAPE) if fingerprint else FILE
-        self.pool = StatePool(self.database, file, torch.device("cpu"), **options)
+        self.pool = StatePool(store or self.database, file, torch.device("cpu"), **options)
         self.num_requests = 0
 
     def __enter__(self) -> "Pool":
@@ -1172,13 +1184,28 @@ def test_many_random_histories(path, seed):
     check_random_history(path, seed=seed, num_steps=1000)
 
 
-def check_random_history(path: Path, *, seed: int, num_steps: int) -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_random_histories_over_a_store_that_is_no_database(path, seed):
+    check_random_history(path, seed=seed, num_steps=150, store=MemoryStore(versions=3))
+    assert not path.exists()
+
+
+def test_both_stores_have_what_the_pool_asks_for():
+    asked = {name: inspect.signature(method) for name, method in vars(SessionStore).items() if not name.startswith("_")}
+    assert len(asked) > 15
+    for store in (SessionDatabase, MemoryStore):
+        for name, signature in asked.items():
+            assert list(inspect.signature(getattr(store, name)).parameters) == list(signature.parameters)
+
+
+def check_random_history(path: Path, *, seed: int, num_steps: int, store: SessionStore | None = None) -> None:
     rng = random.Random(seed)
     names = [f"s{i}" for i in range(6)] + ["s0:1", "s0:2"]
     expected: dict[str, list[tuple[int, Snapshot]]] = {}  # kept versions, the oldest first
 
     def open_pool() -> Pool:
-        return Pool(path, durability="turn", l1_sessions=rng.randrange(1, 4), l2_sessions=rng.randrange(3), versions=3)
+        levels = {"l1_sessions": rng.randrange(1, 4), "l2_sessions": rng.randrange(3)}
+        return Pool(path, durability="turn", versions=3, store=store, **levels)
 
     pool = open_pool()
     for step in range(num_steps):
@@ -1221,12 +1248,17 @@ def check_random_history(path: Path, *, seed: int, num_steps: int) -> None:
     for name in names:
         assert same(pool.state(name), expected[name][-1][1] if name in expected else None)
     pool.pool.close()
+    if store is None:
+        check_nothing_is_left_over(path)
+
+
+def check_nothing_is_left_over(path: Path) -> None:
     with sqlite3.connect(path) as connection:
         states = {row[0] >> 20 for row in connection.execute("SELECT id FROM kept_pieces")}
         used = {row[0] for row in connection.execute("SELECT state FROM kept_versions")}
         spare = {row[0] for row in connection.execute("SELECT state FROM kept_spare")}
         assert not used & spare
-        assert states == used | spare  # nothing is left over
+        assert states == used | spare
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     connection.close()
 
