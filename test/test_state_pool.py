@@ -680,6 +680,41 @@ def test_a_session_wanted_again_before_it_is_on_the_device_is_still_waited_for(p
     assert device.waited == ["copy 0", "copy 1", "copy 0"]
 
 
+class FakeDevice(Copies):
+    """A device in host memory; `on_host` are the copies that were made from it."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.on_gpu = True
+        self.on_host: set[Snapshot] = set()
+
+    def mark(self) -> None:
+        return None
+
+    def to_device(self, snapshot: Snapshot):
+        copy = Snapshot(snapshot.shift.clone(), snapshot.wkv.clone(), snapshot.elapsed)
+        return (copy, None) if snapshot in self.on_host else (snapshot, None)
+
+    def to_host(self, snapshot: Snapshot, event):
+        if snapshot not in self.on_host:
+            snapshot = Snapshot(snapshot.shift.clone(), snapshot.wkv.clone(), snapshot.elapsed)
+            self.on_host.add(snapshot)
+        return snapshot
+
+
+def test_a_session_that_leaves_the_device_is_on_the_host_and_comes_back(path):
+    with Pool(path, l1_sessions=1, l2_sessions=2) as p:
+        p.pool.shared.copies = device = FakeDevice()
+        for seed, name in enumerate("abc"):
+            p.turn(name, snapshot(seed))
+        for names in (("c", "a", "b"), ("a", "b", "c")):
+            p.order(Status())  # what was to be moved is moved before it
+            with p.pool.shared.lock:
+                found = {resident.key[1]: resident.snapshot in device.on_host for resident in p.pool.shared.tiers}
+            assert list(found.items()) == [(names[0], False), (names[1], True), (names[2], True)]
+            assert same(p.state("a"), snapshot(0))
+
+
 def fail_writes(patch: pytest.MonkeyPatch, pool: Pool) -> None:
     patch.setattr(pool.database, "write", lambda _: (_ for _ in ()).throw(StorageFailed("the disk is full")))
 
