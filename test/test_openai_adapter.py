@@ -102,6 +102,12 @@ def test_temperature_0_is_greedy_unless_a_penalty_is_sent(kind, fields):
     assert penalties(temperature=0.1) == ((0.0, 0.0) if kind is CompletionBody else (1.0, 0.1))
 
 
+def test_too_many_prompts_are_refused_before_each_gets_the_suffix(monkeypatch):
+    monkeypatch.setattr(prompts, "fill_in", None)
+    with pytest.raises(BatchTooLarge):
+        to_request(CompletionBody, {"prompt": ["a"] * 3, "suffix": "b"}, Config(max_prompts=2))
+
+
 def test_stops_are_merged():
     assert chat(stop="x").stop_texts == [b"\nUser:", b"x"]
     assert chat(stop=["x", ""], stop_tokens=[5, "y"], stop_token_ids=[7]).stop_texts == [b"y", b"x"]

@@ -412,6 +412,8 @@ class CompletionBody(GenerationBody):
             raise InvalidRequest("best_of: not supported by this server", param="best_of", code="unsupported_parameter")
         if self.suffix is not None and self.echo and self.logprobs is not None:
             raise InvalidRequest("logprobs: not of a prompt with a suffix", param="logprobs")
+        if self.suffix is not None:
+            self.check_count(self.prompt, config)  # before each prompt gets a copy of the suffix
 
     def to_request(self, texts: list[Any], request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
         """The engine's form; a prompt that comes back with its log-probabilities is fed whole."""
