@@ -9,7 +9,7 @@ from models import ROOT
 
 from rwkv_batch.config import Config, find_model
 from rwkv_batch.engine.build import build_worker
-from rwkv_batch.engine.engine_loop import Worker
+from rwkv_batch.engine.engine_loop import EngineLoop
 from rwkv_batch.errors import CheckpointError
 from rwkv_batch.model import weights
 from rwkv_batch.model.packed_file import kept_ids, unpack
@@ -22,11 +22,11 @@ ENDS = [261, 24281]  # the blank line and "User"
 
 
 @pytest.fixture(scope="module")
-def worker() -> Worker:
+def worker() -> EngineLoop:
     return build_worker(Config(device="cpu", threads=1), lambda events: None)
 
 
-def complete(worker: Worker, prompts: list[str], *, max_tokens: int = 80, stop_ids=(), **sampling) -> list[tuple[str, str]]:
+def complete(worker: EngineLoop, prompts: list[str], *, max_tokens: int = 80, stop_ids=(), **sampling) -> list[tuple[str, str]]:
     """Return (text, reason) of each prompt."""
     texts, reasons = [""] * len(prompts), [""] * len(prompts)
 
@@ -42,7 +42,7 @@ def complete(worker: Worker, prompts: list[str], *, max_tokens: int = 80, stop_i
     params = SamplingParams(**{**GREEDY, **sampling})
     worker.submit(Request(id="r", prompts=ids, sampling=params, max_tokens=max_tokens, stop_ids=list(stop_ids)), b"me")
     while not all(reasons):
-        worker.turn()
+        worker.step()
     return list(zip(texts, reasons, strict=True))
 
 

@@ -10,7 +10,7 @@ from test_gpu_engine import engine_of
 from test_state_pool import ANSWER, Pool, same, take
 from test_worker import GREEDY, Harness
 
-from rwkv_batch.engine.engine_loop import Worker
+from rwkv_batch.engine.engine_loop import EngineLoop
 from rwkv_batch.errors import EngineFailed
 from rwkv_batch.model.state import Snapshot, State
 from rwkv_batch.model.weights import ModelShape
@@ -113,13 +113,13 @@ class GpuHarness(Harness):
         self.sessions = sessions
         self.scheduler = Scheduler(num_slots=slots, prefill_budget=512, mixed=False)
         self.scheduler.prefixes = PrefixCache(2**30) if shared else None
-        self.worker = Worker(self.engine, self.scheduler, self.tokenizer, self.deliver, sessions=sessions)
+        self.worker = EngineLoop(self.engine, self.scheduler, self.tokenizer, self.deliver, sessions=sessions)
         self.texts, self.finishes, self.failures = defaultdict(lambda: defaultdict(str)), defaultdict(dict), {}
 
     def run(self, limit=100_000):
         worker = self.worker
-        while worker._ongoing or worker._step or worker._leasing or worker._inbox._queue.qsize():
-            worker.turn()
+        while worker._active or worker._step or worker._leasing or worker._inbox._queue.qsize():
+            worker.step()
 
     def turn(self, id, name, prompt, **fields):
         """Run one turn of a session and return its text."""
@@ -173,7 +173,7 @@ def test_a_cancelled_turn_leaves_the_session_as_it_was(tmp_path):
     for cut in (1, 2, 3, 20, 40):
         harness.submit("long", [prompt], session=Session(name="s", separate=False), max_tokens=100_000, sampling=GREEDY)
         for _ in range(cut):
-            harness.worker.turn()
+            harness.worker.step()
         harness.worker.cancel("long")
         harness.run()
         assert same(kept(sessions, "s"), before)

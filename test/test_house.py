@@ -10,10 +10,8 @@ ROOMS = ("rwkv_batch", "routes", "sampling")
 MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FOLDER_FILES = 500, 300, 14
 
 # What is still larger, and may only shrink.
-FILES = {
-    "rwkv_batch/engine/engine_loop.py": 719,
-}
-CLASSES = {"Worker": 522}
+FILES: dict[str, int] = {}
+CLASSES: dict[str, int] = {}
 FOLDERS = {"cuda": 16}
 
 # Whose tests cover the modules, or all of a room, that have no test file of their own name; a longer name goes first.

@@ -58,7 +58,7 @@ def scored(prompts: list[list[int]], *, max_tokens: int = 3, **fields) -> Scored
         Request(id="r", prompts=prompts, sampling=params, max_tokens=max_tokens, prompt_logprobs=top, cache=False), b"test"
     )
     for _ in range(2000):
-        harness.worker.turn()
+        harness.worker.step()
         if len(harness.finishes["r"]) == len(prompts):
             return harness
     raise AssertionError("it does not end")
@@ -126,7 +126,7 @@ def test_rows_that_do_not_ask_get_none():
 
     harness.worker.deliver = note
     while not (harness.finishes["a"] and harness.finishes["b"]):
-        harness.worker.turn()
+        harness.worker.step()
     assert set(map(type, seen["a"])) == {type(None)}
     assert sum(len(tokens) for tokens in seen["b"] if tokens) == 4
 
@@ -144,7 +144,7 @@ def test_a_stop_text_hides_its_tokens(chunk_size):
         request = Request(id="r", prompts=[PROMPT[:9]], sampling=params, max_tokens=12, chunk_size=chunk_size, **fields)
         harness.worker.submit(request, b"test")
         while not harness.finishes["r"]:
-            harness.worker.turn()
+            harness.worker.step()
         assert harness.finishes["r"][0].reason == "stop"
         assert [token.id for token in harness.sampled[0]] == kept
 
@@ -157,7 +157,7 @@ def test_stops_wait_for_min_tokens():
         stops = [bytes([token]) for token in plain]
         harness.worker.submit(Request(id="r", prompts=[PROMPT[:9]], sampling=params, max_tokens=8, stop_texts=stops), b"test")
         while not harness.finishes["r"]:
-            harness.worker.turn()
+            harness.worker.step()
         assert harness.finishes["r"][0].completion_tokens == min_tokens + 1
 
 

@@ -118,13 +118,13 @@ def test_a_cancelled_leader_is_replaced():
     harness = harness_with(PrefixCache(2**30), slots=8, budget=64)
     harness.submit("leader", [prompt], max_tokens=3)
     for _ in range(4):
-        harness.worker.turn()
+        harness.worker.step()
     harness.submit("a", [prompt] * 3, max_tokens=3)
     harness.submit("b", [prompt] * 3, max_tokens=3)
-    harness.worker.turn()
+    harness.worker.step()
     harness.worker.cancel("leader")
     for _ in range(4):
-        harness.worker.turn()
+        harness.worker.step()
     harness.worker.cancel("a")
     harness.run()
     assert len(set(harness.texts["b"].values())) == 1
@@ -141,7 +141,7 @@ def test_a_poisoned_row_leaves_no_state_behind():
     harness = harness_with(PrefixCache(2**30), slots=4, budget=64)
     harness.submit("sick", [prompt] * 2, max_tokens=4)
     for _ in range(4):
-        harness.worker.turn()
+        harness.worker.step()
     harness.engine.state.wkv[:, 0] = float("nan")
     harness.run()
     assert {harness.finishes["sick"][i].reason for i in range(2)} == {"error"}
@@ -276,7 +276,7 @@ def test_the_same_prompts_in_another_request_are_not_fed_again():
     for name in "ab":
         harness.submit(name, prompts * 2, max_tokens=3, loop="continuous")
         for _ in range(8):
-            harness.worker.turn()
+            harness.worker.step()
     harness.run()
     assert tokens_fed(harness) <= 6 * 300 + 18 * (BLOCK + TAIL) + 300
     for name in "ab":
@@ -374,7 +374,7 @@ def check_families(seed: int, num_families: int) -> tuple[int, int]:
         for harness in (plain, cached):
             harness.submit(f"{family}", prompts, max_tokens=8, loop=loop, sampling=GREEDY)
             for _ in range(turns):
-                harness.worker.turn()
+                harness.worker.step()
     plain.run()
     cached.run()
     for name, texts in plain.texts.items():

@@ -39,9 +39,9 @@ class SessionHarness(Harness):
 
     def run(self, limit=100_000):
         worker, until = self.worker, time.monotonic() + 60
-        while worker._ongoing or worker._step or worker._leasing or worker._inbox._queue.qsize():
+        while worker._active or worker._step or worker._leasing or worker._inbox._queue.qsize():
             assert time.monotonic() < until
-            worker.turn()
+            worker.step()
 
     def turn(self, name, prompt, *, id=None, **fields):
         """Run one turn of a session and return (text, Finish)."""
@@ -140,7 +140,7 @@ def test_a_turn_ends_only_when_it_is_on_disk_and_holds_up_nobody(path, monkeypat
         harness.submit("turn", [[1, 2, 3]], session=Session(name="s"), max_tokens=4)
         harness.submit("other", [[1, 2, 3]], max_tokens=40)
         while "other" not in harness.finishes or 0 not in harness.finishes["other"]:
-            harness.worker.turn()
+            harness.worker.step()
         assert harness.texts["turn"][0]  # the text is there, the end is not
         assert not harness.finishes["turn"]
         assert harness.scheduler.num_free == 8
@@ -157,7 +157,7 @@ def test_a_cancelled_turn_leaves_the_session_and_lets_the_next_one_in(path):
         harness.submit("next", [[6, 7]], session=Session(name="s"), max_tokens=3)
         harness.submit("gone", [[6, 7]], session=Session(name="s"), max_tokens=3)
         for _ in range(5):
-            harness.worker.turn()
+            harness.worker.step()
         harness.worker.cancel("gone")
         harness.worker.cancel("long")
         harness.run()
@@ -174,9 +174,9 @@ def test_a_poisoned_turn_is_not_kept(path):
         before = harness.kept("s")
         harness.submit("sick", [[4, 5]], session=Session(name="s"), max_tokens=50)
         while not harness.worker._rows:
-            harness.worker.turn()
+            harness.worker.step()
         for _ in range(3):
-            harness.worker.turn()
+            harness.worker.step()
         harness.engine.state.wkv[:, next(iter(harness.worker._rows)).slot] = float("nan")
         harness.run()
         assert harness.finishes["sick"][0].reason == "error"
@@ -189,7 +189,7 @@ def test_delete_ends_the_turn_in_progress(path):
         harness.turn("s", [1, 2, 3], max_tokens=5)
         harness.submit("turn", [[4, 5]], session=Session(name="s"), max_tokens=100_000)
         while not harness.worker._rows:
-            harness.worker.turn()
+            harness.worker.step()
         assert harness.order(Delete(name="s")).found
         harness.run()
         assert harness.failures["turn"].code == "session_deleted"

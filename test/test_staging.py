@@ -7,7 +7,7 @@ from test_worker import GREEDY, Memory, tokenizer_for
 
 from rwkv_batch.engine.decode_graphs import DecodeGraphs
 from rwkv_batch.engine.engine import Engine, _Readback
-from rwkv_batch.engine.engine_loop import Worker
+from rwkv_batch.engine.engine_loop import EngineLoop
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
 from rwkv_batch.engine.staging import BUFFERS, Staging
 from rwkv_batch.model.rwkv7 import Model
@@ -114,16 +114,16 @@ def feed(stream, prompts, budget, max_tokens=1):
 
     engine.prefills.replay = noted
     scheduler = Scheduler(num_slots=64, prefill_budget=budget, mixed=False, busy_budget=512)
-    worker = Worker(engine, scheduler, tokenizer_for(256), lambda batch: None, sessions=Memory())
+    worker = EngineLoop(engine, scheduler, tokenizer_for(256), lambda batch: None, sessions=Memory())
     waiting = list(enumerate(prompts))
-    while waiting or worker._ongoing or worker._step:
+    while waiting or worker._active or worker._step:
         if waiting:
             number, prompt = waiting.pop(0)
             request = Request(
                 id=f"{number}", prompts=[prompt], sampling=GREEDY, max_tokens=max_tokens, session=Session(name=f"{number}")
             )
             worker.submit(request, b"test")
-        worker.turn()
+        worker.step()
         ahead = max(ahead, len(expected) - len(stream.fed))
     stream.run(len(stream.queue))
     return expected, ahead

@@ -11,7 +11,7 @@ from models import TINY, random_weights, tokenizer_for
 from test_model import greedy, run
 
 from rwkv_batch.engine.engine import Engine
-from rwkv_batch.engine.engine_loop import Worker
+from rwkv_batch.engine.engine_loop import EngineLoop
 from rwkv_batch.engine.memory import CHECKPOINTS
 from rwkv_batch.errors import Overloaded, Unavailable
 from rwkv_batch.model.rwkv7 import Model
@@ -68,7 +68,7 @@ class Harness:
             tensor.fill_(float("nan"))
         self.sessions = Memory()
         self.scheduler = Scheduler(num_slots=slots, prefill_budget=budget, mixed=mixed)
-        self.worker = Worker(self.engine, self.scheduler, self.tokenizer, self.deliver, sessions=self.sessions, queue=queue)
+        self.worker = EngineLoop(self.engine, self.scheduler, self.tokenizer, self.deliver, sessions=self.sessions, queue=queue)
         self.texts = defaultdict(lambda: defaultdict(str))
         self.finishes = defaultdict(dict)
         self.failures = {}
@@ -94,9 +94,9 @@ class Harness:
 
     def run(self, limit=100_000):
         for _ in range(limit):
-            if not (self.worker._ongoing or self.worker._step or self.worker._inbox._queue.qsize()):
+            if not (self.worker._active or self.worker._step or self.worker._inbox._queue.qsize()):
                 return
-            self.worker.turn()
+            self.worker.step()
         raise AssertionError("the worker does not come to an end")
 
 
@@ -131,7 +131,7 @@ def test_a_row_alone_equals_the_row_in_company(loop, budget, mixed, num_rows):
     harness = Harness(slots=9, budget=budget, mixed=mixed)
     waiting = list(enumerate(prompts))
     groups, cancelled = {}, set()
-    while waiting or harness.worker._ongoing:
+    while waiting or harness.worker._active:
         if waiting and rng.random() < 0.2:
             size = rng.randrange(1, 14)
             group, waiting = waiting[:size], waiting[size:]
@@ -145,7 +145,7 @@ def test_a_row_alone_equals_the_row_in_company(loop, budget, mixed, num_rows):
             cancelled.discard(name)
             harness.worker.cancel(name)
         poisoned = poison_free_slots(harness)
-        harness.worker.turn() if harness.worker._ongoing or harness.worker._inbox._queue.qsize() else None
+        harness.worker.step() if harness.worker._active or harness.worker._inbox._queue.qsize() else None
         check_poison(harness, poisoned)
     harness.run()
     assert harness.scheduler.num_free == 9
@@ -299,8 +299,8 @@ def test_a_row_holds_two_checkpoints_however_much_text_is_held_back(count, num_v
     for name in names:
         harness.submit(name, [prompt], sampling=params, max_tokens=count, stop_texts=[b"a" * 256], session=Session(name=name))
     most = 0
-    while harness.worker._ongoing or harness.worker._inbox._queue.qsize():
-        harness.worker.turn()
+    while harness.worker._active or harness.worker._inbox._queue.qsize():
+        harness.worker.step()
         most = max([most, *(len(row.checkpoints) for row in harness.worker._rows.values())])
     assert most == CHECKPOINTS
     state, ids = State(harness.engine.model.weights.shape, 1), prompt + [97] * num_visible
@@ -330,7 +330,7 @@ def test_cancelled_and_failed_turns_leave_the_session_alone():
     before = harness.sessions.states["s"]
     harness.submit("2", [[4, 5]], session=Session(name="s", separate=False), max_tokens=500)
     for _ in range(5):
-        harness.worker.turn()
+        harness.worker.step()
     harness.worker.cancel("2")
     harness.run()
     assert harness.sessions.states["s"] is before
@@ -343,7 +343,7 @@ def test_a_row_that_is_not_finite_fails_alone():
     expected = alone(list(b"fine"), max_tokens=12)
     harness.submit("r", [list(b"fine"), list(b"sick"), list(b"fine")], max_tokens=12)
     for _ in range(3):
-        harness.worker.turn()
+        harness.worker.step()
     sick = next(s for s in harness.worker._rows if s.index == 1)
     harness.engine.state.wkv[:, sick.slot] = float("nan")
     harness.run()
@@ -361,9 +361,9 @@ def test_a_cancelled_row_frees_its_slot_at_the_next_step():
     harness.submit("long", [[1]], max_tokens=10_000)
     harness.submit("next", [[2]], max_tokens=3)
     for _ in range(4):
-        harness.worker.turn()
+        harness.worker.step()
     harness.worker.cancel("long")
-    harness.worker.turn()
+    harness.worker.step()
     assert [s.request.id for s in harness.worker._rows if s.slot == 0] == ["next"]
     harness.run()
     assert not harness.finishes["long"]
@@ -383,7 +383,7 @@ def test_a_fatal_error_reaches_every_caller():
     harness = Harness(slots=2)
     for i in range(4):
         harness.submit(f"{i}", [[i + 1]] * 2, max_tokens=100)
-    harness.worker.turn()
+    harness.worker.step()
 
     def broken(*args, **kwargs):
         raise RuntimeError("device lost")
@@ -422,7 +422,7 @@ def test_an_error_inside_one_request_ends_it_alone(where, monkeypatch):
     expected = alone(list(b"fine"), max_tokens=40)
     harness.submit("before", [list(b"fine")] * 2, max_tokens=40)
     for _ in range(3):
-        harness.worker.turn()
+        harness.worker.step()
 
     def broken(*args):
         raise torch.OutOfMemoryError("no room") if where == "memory" else ValueError("a defect")
@@ -442,7 +442,7 @@ def test_an_error_inside_one_request_ends_it_alone(where, monkeypatch):
         monkeypatch.setattr(harness.engine.state, "take", broken)
     harness.submit("bad", [list(b"bad")], max_tokens=10, session=Session(name="s"))
     harness.submit("after", [list(b"fine")], max_tokens=40)
-    harness.worker.turn()
+    harness.worker.step()
     if where == "text":
         next(row for s, row in harness.worker._rows.items() if s.request.id == "bad").stream = None
     harness.run()
@@ -460,7 +460,7 @@ def test_an_error_inside_one_request_ends_it_alone(where, monkeypatch):
 def test_requests_that_wait_for_their_session_count_as_waiting():
     harness = Harness()
     harness.submit("runs", [[1]], max_tokens=50)
-    harness.worker.turn()
+    harness.worker.step()
     harness.sessions.lease = lambda request, ready: None  # another turn has the session
     harness.submit("waits", [[1]], session=Session(name="s"))
     stats = harness.worker.stats()
@@ -478,7 +478,7 @@ def test_requests_that_wait_for_their_session_count_as_waiting():
 def test_queue_limit_and_drain():
     harness = Harness(slots=1, queue=2)
     harness.submit("a", [[1]], max_tokens=50)
-    harness.worker.turn()
+    harness.worker.step()
     harness.submit("b", [[1]])
     harness.submit("c", [[1]])
     with pytest.raises(Overloaded):
@@ -531,13 +531,13 @@ def test_host_cost_of_64_rows(capsys):
     model.forward, sampler.sample = timed("forward", model.forward), timed("sample", sampler.sample)
     harness.submit("r", [[i + 1] for i in range(64)], max_tokens=1000, loop="continuous")
     for _ in range(4):
-        harness.worker.turn()
+        harness.worker.step()
     best = float("inf")
     for _ in range(3):
         spent.update(forward=0.0, sample=0.0)
         started = time.perf_counter()
         for _ in range(4):
-            harness.worker.turn()
+            harness.worker.step()
         total = time.perf_counter() - started
         host = total - spent["forward"] - spent["sample"]
         best = min(best, (total - spent["forward"]) / spent["forward"])

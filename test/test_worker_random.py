@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from rwkv_batch.engine.engine import Step, Token
-from rwkv_batch.engine.engine_loop import Worker
+from rwkv_batch.engine.engine_loop import EngineLoop
 from rwkv_batch.errors import Conflict
 from rwkv_batch.request import Failure, Request
 from rwkv_batch.scheduling.prefix_cache import PrefixCache
@@ -155,7 +155,7 @@ class Life:
         )
         self.engine, self.turns = TupleEngine(num_slots), Turns()
         vocabulary = tokenizer.for_vocab(256)
-        self.worker = Worker(self.engine, self.scheduler, vocabulary, self.deliver, sessions=self.turns, queue=1000)
+        self.worker = EngineLoop(self.engine, self.scheduler, vocabulary, self.deliver, sessions=self.turns, queue=1000)
         self.requests: dict[str, Request] = {}
         self.owners: dict[str, str] = {}
         self.texts: dict[tuple[str, int], str] = defaultdict(str)
@@ -184,7 +184,7 @@ class Life:
 
     def known(self, name: str) -> bool:
         """Whether the worker has taken it, so that a cancel comes before its end."""
-        return name in self.worker._ongoing or name in self.worker._leasing
+        return name in self.worker._active or name in self.worker._leasing
 
     def submit(self) -> None:
         rng, name = self.rng, f"r{len(self.requests)}"
@@ -233,7 +233,7 @@ class Life:
     def turn(self) -> None:
         self.turns.work(self.rng)
         self.worker._inbox.put(None)  # it does not sleep
-        self.worker.turn()
+        self.worker.step()
 
     def deliver(self, batch) -> None:
         for owner, events in batch.items():
@@ -256,7 +256,7 @@ class Life:
         """Nothing is left, and all that was said and kept is right."""
         worker, scheduler, prefixes = self.worker, self.scheduler, self.scheduler.prefixes
         assert not self.live()
-        assert (worker._num_waiting, len(worker._ongoing), len(worker._rows), len(worker._leasing)) == (0, 0, 0, 0)
+        assert (worker._num_waiting, len(worker._active), len(worker._rows), len(worker._leasing)) == (0, 0, 0, 0)
         assert (scheduler.num_free, scheduler.num_waiting) == (scheduler.num_slots, 0)
         assert not any((scheduler._batches, scheduler._queue, scheduler._decoding, scheduler._prompts))
         assert prefixes is None or not prefixes._ways

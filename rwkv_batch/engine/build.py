@@ -18,7 +18,7 @@ import torch
 from rwkv_batch.config import COMPILE_MODE, Config, find_model
 from rwkv_batch.engine.decode_graphs import DecodeGraphs, buckets_for
 from rwkv_batch.engine.engine import Engine
-from rwkv_batch.engine.engine_loop import Worker
+from rwkv_batch.engine.engine_loop import EngineLoop
 from rwkv_batch.engine.memory import MIB, MemoryPlan, kept_bytes, kernel_bytes, sampling_bytes
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
 from rwkv_batch.errors import UsageError
@@ -54,7 +54,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 ONE_THREAD_BYTES = 200 * MIB  # of weights; for less, threads wait for one another longer than they work
 
 
-def build_worker(config: Config, deliver: Callable[[dict[bytes, list[Progress | Failure]]], None]) -> Worker:
+def build_worker(config: Config, deliver: Callable[[dict[bytes, list[Progress | Failure]]], None]) -> EngineLoop:
     """Load the model of `config` and return a worker ready to run; CheckpointError or UsageError, one line, if it cannot be."""
     started = time.monotonic()
     device = choose_device(config.device)
@@ -86,7 +86,7 @@ def build_worker(config: Config, deliver: Callable[[dict[bytes, list[Progress | 
         prefixes=build_prefixes(config),
     )
     sessions = build_sessions(config, weights)
-    worker = Worker(engine, scheduler, tokenizer, deliver, sessions=sessions, queue=config.queue)
+    worker = EngineLoop(engine, scheduler, tokenizer, deliver, sessions=sessions, queue=config.queue)
     worker.info = EngineInfo(
         model=config.model_name,
         fingerprint=weights.fingerprint,

@@ -1,0 +1,231 @@
+"""Where requests come in, from any thread: who is let in, who waits for a session, what the loop then finds in its inbox."""
+
+import queue
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+from rwkv_batch.errors import InvalidRequest, Overloaded, RwkvBatchError, Unavailable
+from rwkv_batch.model.state import Snapshot
+from rwkv_batch.request import Finish, Request
+from rwkv_batch.session_messages import Action, Answer, Deleted, Kept, Page
+from rwkv_batch.text.detokenizer import Stops
+
+Owner = Hashable
+
+
+class Lease(Protocol):
+    """The right to continue one session; exactly one of `commit` and `release` ends it.
+
+    newlines  how many newlines, two at most, the session's text ends in
+    replay    what an earlier turn with the same idempotency key said: there is nothing to run
+    revoked   the session was deleted meanwhile
+    """
+
+    newlines: int
+    replay: Answer | None
+    revoked: bool
+
+    def initial(self) -> Snapshot | None:
+        """Return the state to start from, in the thread that uses it; None for the empty one."""
+
+    def commit(self, snapshot: Snapshot, newlines: int, answer: Answer, done: Callable[[Kept | RwkvBatchError], None]) -> None:
+        """Keep the state at the end of the row; `done` is called once, in any thread, when it is kept or cannot be."""
+
+    def release(self) -> None:
+        """Leave the session as it was."""
+
+
+class Sessions(Protocol):
+    """Where named states live."""
+
+    def lease(self, request: Request, ready: Callable[[Lease | RwkvBatchError], None]) -> None:
+        """Ask for the session of `request`; `ready` is called once, in any thread. Raises what refuses it at once."""
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody waits for this request's lease any more."""
+
+    def manage(self, action: Action, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
+        """Carry out an order."""
+
+    def stats(self) -> dict[str, int | float]:
+        """Figures of this moment."""
+
+    def close(self) -> int:
+        """Write what is not on disk yet; waits for it. Returns how many sessions could not be written."""
+
+
+@dataclass(eq=False)
+class ActiveRequest:
+    """One live request. `num_open` rows have not ended; `started` once a row owns a slot."""
+
+    request: Request
+    owner: Owner
+    num_open: int
+    started: bool = False
+
+
+class Accepted(NamedTuple):
+    request: Request
+    owner: Owner
+    stops: Stops
+    lease: Lease | RwkvBatchError | None = None
+
+
+class Committed(NamedTuple):
+    active: ActiveRequest
+    finish: Finish
+    kept: Kept | RwkvBatchError
+
+
+class Cancel(NamedTuple):
+    request_id: str
+
+
+class CancelOwner(NamedTuple):
+    owner: Owner
+
+
+class Inbox:
+    """Messages from other threads; None only wakes."""
+
+    def __init__(self):
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+
+    def put(self, message: Accepted | Committed | Cancel | CancelOwner | None) -> None:
+        self._queue.put(message)
+
+    def take(self, seconds: float) -> list:
+        """Return all messages; wait up to `seconds` for the first."""
+        messages = []
+        try:
+            if seconds:
+                messages.append(self._queue.get(timeout=seconds))
+            while True:
+                messages.append(self._queue.get_nowait())
+        except queue.Empty:
+            return messages
+
+
+class Admission:
+    """Takes requests until `queue` of them wait for their first slot.
+
+    sessions  gives leases for requests that name a session; None = such requests are refused
+    """
+
+    def __init__(self, sessions: Sessions | None, queue: int):
+        self.sessions = sessions
+        self.queue = queue
+        self._inbox = Inbox()
+        self._lock = threading.Lock()
+        self._num_waiting = 0  # accepted requests none of whose rows has started
+        self._draining = False
+        self._stopping = False
+        self._dead = False
+        self._leasing: dict[str, Owner] = {}  # accepted requests that wait for their session
+
+    def submit(self, request: Request, owner: Owner) -> None:
+        """Accept a request; Overloaded when the queue is full, Unavailable when draining or dead.
+
+        One with a session waits for it outside of the worker's thread; the sessions may refuse it at once.
+        """
+        session = request.session
+        if session is not None and self.sessions is None:
+            raise InvalidRequest("this server keeps no sessions", param="session_id")
+        if session is not None and session.keep and request.num_rows != 1:
+            raise InvalidRequest("a turn of a session takes one prompt", param="contents")
+        self._check_room()  # before the stops, which may take long to build
+        stops = stops_of(tuple(request.stop_ids), tuple(request.stop_texts))  # here, so that no step waits for it
+        with self._lock:
+            self._check_room()
+            self._num_waiting += 1
+            if session is None:
+                self._inbox.put(Accepted(request, owner, stops))
+                return
+            self._leasing[request.id] = owner
+        try:
+            self.sessions.lease(request, lambda result: self._leased(Accepted(request, owner, stops, result)))
+        except Exception:
+            self._forget_leasing(request.id)
+            raise
+
+    def cancel(self, request_id: str) -> None:
+        """End a request early; nothing more is delivered for it."""
+        if self._forget_leasing(request_id):
+            self.sessions.cancel(request_id)
+        else:
+            self._inbox.put(Cancel(request_id))
+
+    def cancel_owner(self, owner: Owner) -> None:
+        """End all requests of one owner."""
+        with self._lock:
+            leasing = [request_id for request_id, known in self._leasing.items() if known == owner]
+        for request_id in leasing:
+            self.cancel(request_id)
+        self._inbox.put(CancelOwner(owner))
+
+    def manage(self, action: Action, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
+        """Do something to the sessions; `answer` is called once, in any thread. InvalidRequest when there are none."""
+        if self.sessions is None:
+            raise InvalidRequest("this server keeps no sessions", param="session_id")
+        self.sessions.manage(action, answer)
+
+    def drain(self) -> None:
+        """Refuse new requests, finish the others."""
+        self._draining = True
+
+    def stop(self) -> None:
+        """Let the loop return after the step in progress."""
+        self._stopping = True
+        self._inbox.put(None)
+
+    def _check_room(self) -> None:
+        if self._dead:
+            raise Unavailable("the engine has failed and is being restarted", code="engine_dead")
+        if self._draining or self._stopping:
+            raise Unavailable("the server is shutting down", code="draining", retry_after=5.0)
+        if self._num_waiting >= self.queue:
+            raise Overloaded(f"the queue is full: {self.queue} requests wait")
+
+    def _leased(self, accepted: Accepted) -> None:
+        """A session is there for its request, or cannot be had."""
+        with self._lock:
+            wanted = self._leasing.pop(accepted.request.id, None) is not None
+            if wanted:
+                self._inbox.put(accepted)
+        if not wanted and not isinstance(accepted.lease, RwkvBatchError):
+            accepted.lease.release()
+
+    def _forget_leasing(self, request_id: str) -> bool:
+        """A request that waits for its session waits no more; whether it did."""
+        with self._lock:
+            waited = self._leasing.pop(request_id, None) is not None
+            self._num_waiting -= waited
+        return waited
+
+    def count_started(self) -> None:
+        """A request that was taken waits no more."""
+        with self._lock:
+            self._num_waiting -= 1
+
+    def note_start(self, active: ActiveRequest) -> None:
+        """A row of the request owns a slot, or will not need one."""
+        if not active.started:
+            active.started = True
+            self.count_started()
+
+    def close_admission(self) -> list[tuple[str, Owner]]:
+        """Refuse all from now on; returns the ids and owners of those that have not come to the loop."""
+        with self._lock:
+            self._dead = True
+            leasing, self._leasing = self._leasing, {}
+        waiting = [(message.request.id, message.owner) for message in self._inbox.take(0) if isinstance(message, Accepted)]
+        return waiting + list(leasing.items())
+
+
+@lru_cache(maxsize=32)  # of 5 MiB each at most, by the limits of the routes
+def stops_of(stop_ids: tuple[int, ...], stop_texts: tuple[bytes, ...]) -> Stops:
+    """The stops of a request, built once for requests that follow one another."""
+    return Stops(stop_ids, stop_texts)

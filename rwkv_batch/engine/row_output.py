@@ -1,0 +1,211 @@
+"""The text side of rows: from sampled ids to what is delivered, and how far a kept state must reach."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import chain
+
+from rwkv_batch.engine.admission import Accepted, ActiveRequest, Lease, Owner, stops_of
+from rwkv_batch.errors import RwkvBatchError
+from rwkv_batch.model.state import Snapshot
+from rwkv_batch.request import Delta, Event, Failure, Finish, Progress, Reason, Request, Sequence, TokenLogprob
+from rwkv_batch.session_messages import Answer
+from rwkv_batch.text.detokenizer import Stops, TextStream
+from rwkv_batch.text.tokenizer import Tokenizer
+
+NOT_FINITE = "the model's output for this row was not finite"
+NO_STOPS = Stops()  # until min_tokens ids were sampled
+
+
+@dataclass(eq=False, slots=True)
+class RowOutput:
+    """The text side of one row.
+
+    count         sampled ids seen
+    gathered      text safe to show that was not delivered yet, of the last `num_gathered` ids
+    generated     all ids seen, only of rows whose state is kept
+    checkpoints   (n, snapshot after the prompt and n generated ids), only of such rows: the newest and, before it, the last
+                  one all of whose ids were shown when the newest was made
+    reason        why the row ended, while it settles
+    logprobs      of sampled ids, not delivered yet, and how many were; only of rows that asked
+    num_scored    tokens of the prompt that were scored
+    prompt        ids of the prompt, with the separator from the session's text before
+    said          text delivered, only of rows whose answer is kept for an idempotency key
+    """
+
+    active: ActiveRequest
+    stream: TextStream
+    lease: Lease | None
+    prompt: list[int]
+    count: int = 0
+    gathered: str = ""
+    num_gathered: int = 0
+    generated: list[int] = field(default_factory=list)
+    checkpoints: list[tuple[int, Snapshot]] = field(default_factory=list)
+    reason: Reason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_reported: int = 0
+    num_scored: int = 0
+    said: list[str] = field(default_factory=list)
+
+    def feed(self, id: int, logprobs: TokenLogprob | None) -> bool:
+        """Take one sampled id; returns whether the text stops with it."""
+        text, stopped = self.stream.feed(id)
+        self.count += 1
+        self.num_gathered += 1
+        if text:
+            self.gathered += text
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if self.lease is not None:
+            self.generated.append(id)
+        request = self.active.request
+        if self.count == request.sampling.min_tokens:
+            self.stream.arm(stops_of(tuple(request.stop_ids), tuple(request.stop_texts)))
+        return stopped
+
+    def add_checkpoint(self, num_fed: int, snapshot: Snapshot) -> None:
+        """Keep the state after `num_fed` generated ids, and the last one before it that may still be needed."""
+        newest = self.checkpoints[-1:]
+        self.checkpoints = newest if newest and newest[0][0] <= self.stream.num_shown else self.checkpoints[:1]
+        self.checkpoints.append((num_fed, snapshot))
+
+    def remainder(self, tokenizer: Tokenizer) -> tuple[Snapshot, list[int]]:
+        """A state inside the visible text, and the ids that bring it to the end of that text."""
+        num_visible, rest = self.stream.visible()
+        num_fed, snapshot = next(c for c in reversed(self.checkpoints) if c[0] <= num_visible)
+        return snapshot, self.generated[num_fed:num_visible] + tokenizer.encode_bytes(rest)
+
+    def newlines(self, tokenizer: Tokenizer) -> int:
+        """Return how many newlines, two at most, the text of prompt and answer ends in."""
+        num_visible, rest = self.stream.visible()
+        ids = chain(reversed(self.generated[:num_visible]), reversed(self.prompt))
+        count = 0
+        for data in chain((rest,), (tokenizer.token_bytes[id] for id in ids)):
+            stripped = data.rstrip(b"\n")
+            count += len(data) - len(stripped)
+            if stripped or count >= 2:
+                return min(count, 2)
+        return min(count + self.lease.newlines, 2)
+
+    def release(self) -> None:
+        """Leave the session as it was, if there is one."""
+        if self.lease is not None:
+            self.lease.release()
+
+    def finish(self, sequence: Sequence, reason: Reason) -> Finish:
+        """How the row ended."""
+        error = NOT_FINITE if reason == "error" else None
+        return Finish(sequence.index, reason, len(self.prompt), self.count, error, sequence.cached)
+
+    def answer(self, finish: Finish) -> Answer:
+        """What the row said, to say it again."""
+        return Answer("".join(self.said), self.reason, finish.prompt_tokens, finish.completion_tokens, finish.cached_tokens)
+
+    def take_logprobs(self, reason: Reason | None) -> list[TokenLogprob]:
+        """Return those of the ids that became visible; at the row's end the rest, without what a stop text hides."""
+        num_visible, rest = self.stream.visible()
+        count = num_visible - self.num_reported
+        if reason is not None:
+            last, request = self.logprobs[-1].id, self.active.request
+            by_text = reason == "stop" and last != 0 and last not in request.stop_ids
+            count = count + bool(rest) if by_text else len(self.logprobs)
+        taken, self.logprobs = self.logprobs[:count], self.logprobs[count:]
+        self.num_reported += count
+        return taken
+
+
+class Outbox:
+    """What a step brought, by owner and request, until it is delivered."""
+
+    def __init__(self) -> None:
+        self._events: dict[Owner, dict[str, Event]] = defaultdict(dict)
+
+    def progress(self, active: ActiveRequest) -> Progress:
+        """Return what this step brought the request so far."""
+        events = self._events[active.owner]
+        request_id = active.request.id
+        if request_id not in events:
+            events[request_id] = Progress(request_id, [], [])
+        return events[request_id]
+
+    def put(self, owner: Owner, event: Event) -> None:
+        """All that there is to say to a request."""
+        self._events[owner][event.request_id] = event
+
+    def fail(self, request_id: str, owner: Owner, error: RwkvBatchError) -> None:
+        """End a request with an error."""
+        self.put(owner, Failure.of(request_id, error))
+
+    def forget(self, active: ActiveRequest) -> None:
+        """Say nothing to a request."""
+        self._events[active.owner].pop(active.request.id, None)
+
+    def add_delta(self, sequence: Sequence, row: RowOutput, reason: Reason | None = None) -> None:
+        """Have the text that a row has gathered delivered."""
+        logprobs = row.take_logprobs(reason) if row.logprobs else None
+        self.progress(row.active).deltas.append(Delta(sequence.index, row.gathered, row.num_gathered, logprobs))
+        if row.lease is not None and row.active.request.session.key is not None:
+            row.said.append(row.gathered)
+        row.gathered, row.num_gathered = "", 0
+
+    def add_rest(self, sequence: Sequence, row: RowOutput, reason: Reason) -> None:
+        """The same at the row's end, if there is any."""
+        if row.gathered or row.logprobs:
+            self.add_delta(sequence, row, reason)
+
+    def end(self, sequence: Sequence, row: RowOutput, reason: Reason) -> None:
+        """Have the end of a row delivered, behind what it still has to say."""
+        self.add_rest(sequence, row, reason)
+        self.progress(row.active).finishes.append(row.finish(sequence, reason))
+
+    def take(self) -> dict[Owner, list[Event]]:
+        """Everything, by owner."""
+        batch = {owner: list(events.values()) for owner, events in self._events.items() if events}
+        if batch:
+            self._events.clear()
+        return batch
+
+
+def rows_of(
+    active: ActiveRequest, sequences: list[Sequence], accepted: Accepted, tokenizer: Tokenizer
+) -> dict[Sequence, RowOutput]:
+    """Return the text side of a request's rows, which start from the session's state if it has one."""
+    request, lease = active.request, accepted.lease
+    initial, newlines = (lease.initial(), lease.newlines) if lease is not None else (None, 0)
+    stops = NO_STOPS if request.sampling.min_tokens > 0 else accepted.stops
+    kept = lease if lease is not None and request.session.keep else None
+    rows = {}
+    for sequence in sequences:
+        if initial is not None:
+            sequence.initial = initial
+            if request.session.separate:
+                sequence.prompt = separated(sequence.prompt, newlines, tokenizer)
+        rows[sequence] = RowOutput(active, TextStream(tokenizer.token_bytes, stops), kept, sequence.prompt)
+    return rows
+
+
+def separated(prompt: list[int], newlines: int, tokenizer: Tokenizer) -> list[int]:
+    """Return the prompt with what makes one blank line between it and a text that ends in `newlines` newlines.
+
+    A newline and a byte other than a blank, a tab or another newline are never in one World token.
+    """
+    token_bytes = tokenizer.token_bytes
+    for count, token in enumerate(prompt):
+        if not token_bytes[token]:
+            return prompt  # the end of a text separates more than a blank line would
+        rest = token_bytes[token].lstrip(b"\n")
+        if rest:
+            partial = rest if rest != token_bytes[token] else b""
+            separator = b"\n" * (2 - newlines)
+            return tokenizer.encode_bytes(separator + partial) + prompt[count + bool(partial) :]
+    return prompt  # nothing but newlines
+
+
+def again(request: Request, answer: Answer) -> Progress:
+    """Say again what an earlier turn with the same idempotency key said."""
+    progress = Progress(request.id, [], [])
+    if answer.text:
+        progress.deltas.append(Delta(0, answer.text, answer.completion_tokens))
+    counts = (answer.prompt_tokens, answer.completion_tokens, None, answer.cached_tokens)
+    progress.finishes.append(Finish(0, answer.reason, *counts, answer.kept))
+    return progress
