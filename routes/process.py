@@ -23,6 +23,7 @@ from rwkv_batch import metrics
 from rwkv_batch.config import Config
 from rwkv_batch.errors import Unavailable
 from rwkv_batch.ipc.client import EngineClient
+from rwkv_batch.ipc.router import EngineRouter
 from rwkv_batch.server import lines
 from rwkv_batch.server.control import BEAT_SECONDS, Control, address_in
 
@@ -36,7 +37,10 @@ METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "TRACE"]
 def run(control: Control) -> int:
     """Serve until told to stop; returns the exit code of a server that ended by itself."""
     config, folder = control.config, control.folder
-    client = EngineClient(address_in(folder), heartbeat=config.heartbeat, peer_seconds=config.peer_seconds)
+    addresses = [address_in(folder)]  # one for each engine
+    client = EngineRouter(
+        [EngineClient(address, heartbeat=config.heartbeat, peer_seconds=config.peer_seconds) for address in addresses]
+    )
     app = HttpApp(config, client, metrics.HttpMetrics(), folder)
 
     def drain() -> None:
@@ -75,14 +79,8 @@ def run(control: Control) -> int:
             lines.leave(1)
 
     sys.setswitchinterval(SWITCH_SECONDS)
-    sys.argv = [
-        "app.py",
-        "--log-level",
-        "WARNING",
-        "--workers",
-        "1",
-        "--disable-openapi",
-    ]  # read by its settings
+    # Robyn reads its settings there.
+    sys.argv = ["app.py", "--log-level", "WARNING", "--workers", "1", "--disable-openapi"]
     robyn = Robyn(str(folder / "app.py"), config=RobynConfig())  # where it looks for a robyn.env to load, so not here
     register(robyn, app)
     robyn.startup_handler(up)
