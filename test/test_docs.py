@@ -24,6 +24,7 @@ GIVEN_UP = {"removal", "keep_k", "first_value"}  # kk, one_minus_k_a, v_first
 GIVEN_UP |= {"LowRank", "low_rank_down", "low_rank_up"}  # Lora, lora_down, lora_up
 GIVEN_UP |= {"mark_units", "union_project", "sparse_project"}  # build_active_mask, masked_ffn, sparse_ffn
 GIVEN_UP |= {"RapidSampler", "WAYS", "Site", "Thought"}  # KernelSampler, variants and methods, HttpApp, ReasoningParser
+GIVEN_UP |= {"RowText", "Ongoing"}  # RowOutput, ActiveRequest
 GIVEN_UP |= {"kernel_ops", "text_stream", "session_db"}  # ops.py, detokenizer.py, database.py
 EXTENSIONS = "py|sh|json|txt|md|cu|cuh|hip|h|js|conf|cfg|toml|db"
 
