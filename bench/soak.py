@@ -59,6 +59,7 @@ NUM_SCRIPTS = 8
 FOREIGN = 16  # characters that another prompt's text shares with a row by no accident
 FAULTS_SHOWN = 30
 KEPT = 200  # sessions that stay until the end, at most
+REPORT_SECONDS = 30.0
 SETTLE_SECONDS = 11.0  # idle threads of pools end after ten
 
 
@@ -192,10 +193,15 @@ def main() -> None:
     result = asyncio.run(Soak(args).run())
     print(json.dumps(result, indent=1, ensure_ascii=False))
     if args.out:
-        Path(args.out).write_text(
-            json.dumps({"date": time.strftime("%Y-%m-%d"), **result}, indent=1, ensure_ascii=False) + "\n"
-        )
+        write(args.out, result)
     sys.exit(1 if result["faults"] else 0)
+
+
+def write(path: str, result: dict[str, Any]) -> None:
+    """Replace the file of results; what is read from it is always whole."""
+    text = json.dumps({"date": time.strftime("%Y-%m-%d"), **result}, indent=1, ensure_ascii=False) + "\n"
+    Path(path + ".part").write_text(text)
+    os.replace(path + ".part", path)
 
 
 class Soak:
@@ -221,6 +227,7 @@ class Soak:
     async def run(self) -> dict[str, Any]:
         """Learn the right texts, load, look, load and kill, look."""
         await self.learn()
+        reporter = asyncio.create_task(self.report())
         total = self.args.minutes * 60
         await self.load(total / 10)
         early = await self.look_at_processes()
@@ -229,9 +236,17 @@ class Soak:
         await killer
         await self.check_kept()
         late = await self.look_at_processes()
+        reporter.cancel()
         self.compare(early, late)
         self.check_shares()
         return self.summary(early, late)
+
+    async def report(self) -> None:
+        """Write what is known so far to --out, again and again: a run may be cut off by those who lend the machine."""
+        began = time.monotonic()
+        while self.args.out:
+            await asyncio.sleep(REPORT_SECONDS)
+            write(self.args.out, {"ended": False, "seconds_so_far": round(time.monotonic() - began), **self.summary({}, {})})
 
     async def learn(self) -> None:
         """Ask everything once, alone."""
@@ -467,14 +482,19 @@ class Soak:
 
     async def check_kept(self) -> None:
         """Every session that was acknowledged is there, at its version."""
-        for session, (version, tokens) in self.kept.items():
-            exchange = await self.exchange("/state/status", {"session_id": session})
-            if not await self.accept("kept", exchange):
-                continue
-            found = (exchange.document.get("sessions") or [{}])[0]
-            self.demand("kept", found.get("version") == version, f"{session}: {found}, expected version {version}")
-            self.demand("kept", tokens in (None, found.get("tokens")), f"{session}: {found}, expected {tokens} tokens")
-            await self.exchange("/state/delete", {"session_id": session})
+        at_once = asyncio.Semaphore(self.args.clients)
+
+        async def check(session: str, version: int, tokens: int | None) -> None:
+            async with at_once:
+                exchange = await self.exchange("/state/status", {"session_id": session})
+                if not await self.accept("kept", exchange):
+                    return
+                found = (exchange.document.get("sessions") or [{}])[0]
+                self.demand("kept", found.get("version") == version, f"{session}: {found}, expected version {version}")
+                self.demand("kept", tokens in (None, found.get("tokens")), f"{session}: {found}, expected {tokens} tokens")
+                await self.exchange("/state/delete", {"session_id": session})
+
+        await asyncio.gather(*(check(session, *expected) for session, expected in self.kept.items()))
 
     # --- what gives no text ---
 
