@@ -19,6 +19,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from rwkv_batch.errors import EngineFailed, RwkvBatchError, Unavailable
 from rwkv_batch.ipc.messages import (
+    HIGH_WATER,
+    SUBMIT_HIGH_WATER,
     UNREADABLE,
     Accepted,
     Alive,
@@ -41,9 +43,6 @@ from rwkv_batch.request import Event, Failure, Progress, Request
 from rwkv_batch.session_messages import Action, Deleted, Page
 
 log = logging.getLogger(__name__)
-
-HIGH_WATER = 1000  # messages held while this process does not read: some ten seconds of steps
-SUBMIT_HIGH_WATER = 10_000
 
 SessionAnswer = Page | Deleted | Failure
 

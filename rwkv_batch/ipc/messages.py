@@ -7,6 +7,8 @@ import msgspec
 from rwkv_batch.request import Failure, Progress, Request
 from rwkv_batch.session_messages import Action, Deleted, Page
 
+HIGH_WATER = 1000  # of these that wait for an HTTP process that does not read: some ten seconds of steps
+SUBMIT_HIGH_WATER = 10_000  # that wait for the engine
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)  # what decoding raises
 
 

@@ -16,6 +16,8 @@ import zmq
 
 from rwkv_batch.errors import Conflict, EngineFailed, RwkvBatchError, Unavailable
 from rwkv_batch.ipc.messages import (
+    HIGH_WATER,
+    SUBMIT_HIGH_WATER,
     UNREADABLE,
     Accepted,
     Alive,
@@ -43,9 +45,6 @@ from rwkv_batch.request import Event, Failure, Progress, Request
 from rwkv_batch.session_messages import Action, Deleted, Page
 
 log = logging.getLogger(__name__)
-
-HIGH_WATER = 1000  # messages held for a peer that does not read: some ten seconds of steps
-SUBMIT_HIGH_WATER = 10_000
 
 
 class Worker(Protocol):
