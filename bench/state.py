@@ -151,7 +151,7 @@ class Sessions:
         """Carry out an order; seconds."""
         answers: queue.SimpleQueue = queue.SimpleQueue()
         began = time.perf_counter()
-        self.pool.manage(action, answers.put)
+        self.pool.execute(action, answers.put)
         answered(answers)
         return time.perf_counter() - began
 
@@ -325,7 +325,7 @@ def measure_many(count: int, iters: int, folder: Path) -> list[dict]:
 def turn_beside_list(sessions: Sessions) -> float:
     """Seconds of a turn that is ready to be kept while all sessions are being listed."""
     listed: queue.SimpleQueue = queue.SimpleQueue()
-    sessions.pool.manage(Status(), listed.put)
+    sessions.pool.execute(Status(), listed.put)
     seconds, _ = sessions.turn(["s0"])
     answered(listed)
     return seconds

@@ -10,7 +10,7 @@ import msgspec
 
 from rwkv_batch import errors
 from rwkv_batch.errors import RwkvBatchError
-from rwkv_batch.session_messages import Kept, Session
+from rwkv_batch.session_messages import CommitResult, Session
 from sampling.params import SamplingParams
 
 Loop = Literal["sync", "continuous"]
@@ -96,7 +96,7 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
     completion_tokens: int
     error: str | None = None
     cached_tokens: int = 0
-    session: Kept | None = None
+    session: CommitResult | None = None
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True):

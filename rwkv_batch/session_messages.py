@@ -1,4 +1,4 @@
-"""What is said about sessions across the process border: which one a request continues, what was kept, and the orders of the
+"""What is said about sessions across the process border: which one a request continues, what was kept, and the commands of the
 state routes with their answers. Plain msgspec structs; `state_pool.py` does the work.
 """
 
@@ -38,7 +38,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     separate: bool = True
 
 
-class Kept(msgspec.Struct, array_like=True, frozen=True):
+class CommitResult(msgspec.Struct, array_like=True, frozen=True):
     """Where the state of a row that ended was kept.
 
     name      the session, "dialogue:n" for a new node
@@ -65,7 +65,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    kept: Kept | None = None
+    kept: CommitResult | None = None
 
 
 class Status(msgspec.Struct, tag="status", frozen=True, kw_only=True):
@@ -131,7 +131,7 @@ class Import(msgspec.Struct, tag="import", frozen=True, kw_only=True):
     overwrite: bool = False
 
 
-Action = Status | Delete | Fork | Rewind | Export | Import
+SessionCommand = Status | Delete | Fork | Rewind | Export | Import
 
 
 class Entry(msgspec.Struct, array_like=True, frozen=True):

@@ -61,7 +61,7 @@ class SessionHarness(Harness):
     def order(self, action):
         """What comes of an order."""
         found = queue.SimpleQueue()
-        self.sessions.manage(action, found.put)
+        self.sessions.execute(action, found.put)
         return found.get(timeout=60)
 
 

@@ -36,7 +36,7 @@ from rwkv_batch.errors import (
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.model.weights import ModelShape
 from rwkv_batch.request import Request
-from rwkv_batch.session_messages import Answer, Delete, Deleted, Export, Fork, Import, Kept, Rewind, Session, Status
+from rwkv_batch.session_messages import Answer, CommitResult, Delete, Deleted, Export, Fork, Import, Rewind, Session, Status
 from rwkv_batch.sessions.database import SessionDatabase
 from rwkv_batch.sessions.pool import StatePool
 from rwkv_batch.sessions.state_file import StateFile, Stored
@@ -121,7 +121,7 @@ class Pool:
     def lease(self, name: str = "s", *, namespace: str = "", **fields):
         return take(self.ask(Session(name=name, **fields), namespace))
 
-    def commit(self, lease, state: Snapshot, newlines: int = 0) -> Kept:
+    def commit(self, lease, state: Snapshot, newlines: int = 0) -> CommitResult:
         return take(self.commit_later(lease, state, newlines))
 
     def commit_later(self, lease, state: Snapshot, newlines: int = 0) -> "queue.SimpleQueue":
@@ -129,7 +129,7 @@ class Pool:
         lease.commit(state, newlines, ANSWER, answers.put)
         return answers
 
-    def turn(self, name: str, state: Snapshot, **fields) -> Kept:
+    def turn(self, name: str, state: Snapshot, **fields) -> CommitResult:
         return self.commit(self.lease(name, **fields), state)
 
     def state(self, name: str, namespace: str = "") -> Snapshot | None:
@@ -140,7 +140,7 @@ class Pool:
 
     def order(self, action):
         answers: queue.SimpleQueue = queue.SimpleQueue()
-        self.pool.manage(action, answers.put)
+        self.pool.execute(action, answers.put)
         return take(answers)
 
 
@@ -342,7 +342,7 @@ def test_a_turn_kept_as_another_session_writes_that_one_only(path, durability, m
             assert pool.order(Status()).total == 1, "nothing is there before the turn's end"
             assert all(same(lease.initial(), snapshot(1)) for lease in (one, two))
             two.release()
-            assert pool.commit(one, snapshot(2)) == Kept("b", 1, None, 7, durability == "turn")
+            assert pool.commit(one, snapshot(2)) == CommitResult("b", 1, None, 7, durability == "turn")
             assert written == (["b"] if durability == "turn" else [])
         assert same(pool.state("a"), snapshot(1))
         assert same(pool.state("b"), snapshot(2))
@@ -397,7 +397,7 @@ def test_nodes_of_a_dialogue(path):
         assert (deleted.found, deleted.count) == (False, 5)
 
 
-def respond(pool: Pool, name: str, seed: int, **fields) -> Kept:
+def respond(pool: Pool, name: str, seed: int, **fields) -> CommitResult:
     """Keep the state of a response, of a new conversation or as what follows `name`."""
     return pool.turn(name, snapshot(seed), response=True, **fields)
 

@@ -17,9 +17,21 @@ from routes.schemas import validate
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, StorageFailed
 from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
-from rwkv_batch.session_messages import Delete, Deleted, Entry, Export, Fork, Import, Kept, Page, Rewind, Session, Status
+from rwkv_batch.session_messages import (
+    CommitResult,
+    Delete,
+    Deleted,
+    Entry,
+    Export,
+    Fork,
+    Import,
+    Page,
+    Rewind,
+    Session,
+    Status,
+)
 
-KEPT = Kept("s:3", 1, 3, 17, True)
+KEPT = CommitResult("s:3", 1, 3, 17, True)
 
 
 def request_of(kind=state.StateBody, **body) -> Request:
@@ -95,12 +107,12 @@ def test_the_node_of_a_dialogue():
 # --- answers ---
 
 
-def steps(kept: Kept | None, reason: str = "stop") -> list[Progress]:
+def steps(kept: CommitResult | None, reason: str = "stop") -> list[Progress]:
     finish = Finish(0, reason, 3, 2, None if reason == "stop" else "broken", cached_tokens=0, session=kept)
     return [Progress("r", [Delta(0, "a", 1)], []), Progress("r", [Delta(0, "b", 1)], [finish])]
 
 
-def events_of(chunks, kept: Kept | None, reason: str = "stop") -> list:
+def events_of(chunks, kept: CommitResult | None, reason: str = "stop") -> list:
     data = b"".join(filter(None, map(chunks.feed, steps(kept, reason)))).decode()
     assert data.endswith("\n\n")
     return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in data.split("\n\n")[:-1]]
@@ -116,7 +128,7 @@ def test_the_new_node_comes_directly_before_the_end():
 
 
 def test_a_turn_of_one_session_has_no_such_event():
-    *_, last, done = events_of(state.TurnChunkFormatter(1, 8), Kept("s", 4, None, 17, False, replayed=True))
+    *_, last, done = events_of(state.TurnChunkFormatter(1, 8), CommitResult("s", 4, None, 17, False, replayed=True))
     assert last["session"] == {"id": "s", "version": 4, "tokens": 17, "durable": False, "replayed": True}
     assert done == "[DONE]"
     assert "session" not in events_of(state.TurnChunkFormatter(1, 8), None)[-2]

@@ -18,7 +18,7 @@ from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import Snapshot, State
 from rwkv_batch.request import Failure, Request
 from rwkv_batch.scheduling.scheduler import Scheduler
-from rwkv_batch.session_messages import Kept, Session
+from rwkv_batch.session_messages import CommitResult, Session
 from sampling.params import SamplingParams
 from sampling.reference import ReferenceSampler
 
@@ -43,7 +43,7 @@ class Memory:
 
             def commit(self, snapshot, newlines, answer, done):
                 memory.states[name] = snapshot
-                done(Kept(name, 1, None, snapshot.elapsed, False))
+                done(CommitResult(name, 1, None, snapshot.elapsed, False))
 
             def release(self):
                 memory.released.append(name)

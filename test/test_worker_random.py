@@ -14,7 +14,7 @@ from rwkv_batch.errors import Conflict
 from rwkv_batch.request import Failure, Request
 from rwkv_batch.scheduling.prefix_cache import PrefixCache
 from rwkv_batch.scheduling.scheduler import Scheduler
-from rwkv_batch.session_messages import Kept, Session
+from rwkv_batch.session_messages import CommitResult, Session
 from rwkv_batch.text import tokenizer
 from sampling.params import SamplingParams
 
@@ -106,7 +106,7 @@ class Turns:
             if not lease.revoked:
                 lease.kept = self.states[lease.request.session.name] = state
             self.queues[lease.request.session.name].remove(lease)
-            done(Conflict("it was deleted") if lease.revoked else Kept("s", 1, None, len(state.tokens), True))
+            done(Conflict("it was deleted") if lease.revoked else CommitResult("s", 1, None, len(state.tokens), True))
 
     def stats(self) -> dict[str, int]:
         return {}

@@ -29,7 +29,7 @@ from rwkv_batch.ipc.client import EngineClient, SessionAnswer, Ticket
 from rwkv_batch.ipc.messages import Ask, EngineInfo, Live
 from rwkv_batch.metrics import HttpMetrics
 from rwkv_batch.request import Event, Failure, Request
-from rwkv_batch.session_messages import Action, Deleted, Page
+from rwkv_batch.session_messages import Deleted, Page, SessionCommand
 from rwkv_batch.text import tokenizer
 from rwkv_batch.text.translation import Memory
 
@@ -239,7 +239,7 @@ class HttpApp:
             return task.result()
         return StreamingAnswer(context, TaskAnswer(task), JSON, b" ", b" ", min(BLANK_SECONDS, self.config.ping_seconds))
 
-    async def manage(self, action: Action) -> Page | Deleted:
+    async def manage(self, action: SessionCommand) -> Page | Deleted:
         """What came of an order about sessions. Raises what the engine refuses it with, and Unavailable."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[SessionAnswer] = loop.create_future()

@@ -23,7 +23,7 @@ from routes.schemas import MAX_ID, Body, ContentsBody, Texts, session_name, vali
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, StorageFailed
 from rwkv_batch.request import Event, Finish
-from rwkv_batch.session_messages import Delete, Entry, Export, Fork, Import, Kept, Page, Rewind, Session, Status, Tier
+from rwkv_batch.session_messages import CommitResult, Delete, Entry, Export, Fork, Import, Page, Rewind, Session, Status, Tier
 
 DIALOGUE_ID = "rwkv7-multi-state"
 KEY_HEADER = "idempotency-key"
@@ -197,13 +197,13 @@ async def reply_to(
     return await answer(context, request, collector(len(request.prompts)).feed)
 
 
-def told(kept: Kept) -> dict[str, Any]:
+def told(kept: CommitResult) -> dict[str, Any]:
     """What an answer says of its session."""
     session = {"id": kept.name, "version": kept.version, "tokens": kept.tokens, "durable": kept.durable}
     return {"session": session | ({"replayed": True} if kept.replayed else {})}
 
 
-def kept_of(finishes: dict[int, Finish]) -> Kept | None:
+def kept_of(finishes: dict[int, Finish]) -> CommitResult | None:
     """Where the one row of a turn was kept."""
     return finishes[0].session
 

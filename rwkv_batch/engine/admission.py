@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from rwkv_batch.errors import InvalidRequest, Overloaded, RwkvBatchError, Unavailable
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Finish, Request
-from rwkv_batch.session_messages import Action, Answer, Deleted, Kept, Page
+from rwkv_batch.session_messages import Answer, CommitResult, Deleted, Page, SessionCommand
 from rwkv_batch.text.detokenizer import Stops
 
 Owner = Hashable
@@ -31,7 +31,9 @@ class Lease(Protocol):
     def initial(self) -> Snapshot | None:
         """Return the state to start from, in the thread that uses it; None for the empty one."""
 
-    def commit(self, snapshot: Snapshot, newlines: int, answer: Answer, done: Callable[[Kept | RwkvBatchError], None]) -> None:
+    def commit(
+        self, snapshot: Snapshot, newlines: int, answer: Answer, done: Callable[[CommitResult | RwkvBatchError], None]
+    ) -> None:
         """Keep the state at the end of the row; `done` is called once, in any thread, when it is kept or cannot be."""
 
     def release(self) -> None:
@@ -47,8 +49,8 @@ class Sessions(Protocol):
     def cancel(self, request_id: str) -> None:
         """Nobody waits for this request's lease any more."""
 
-    def manage(self, action: Action, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
-        """Carry out an order."""
+    def execute(self, command: SessionCommand, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
+        """Carry out a command."""
 
     def stats(self) -> dict[str, int | float]:
         """Figures of this moment."""
@@ -77,7 +79,7 @@ class Accepted(NamedTuple):
 class Committed(NamedTuple):
     active: ActiveRequest
     finish: Finish
-    kept: Kept | RwkvBatchError
+    kept: CommitResult | RwkvBatchError
 
 
 class Cancel(NamedTuple):
@@ -166,11 +168,11 @@ class Admission:
             self.cancel(request_id)
         self._inbox.put(CancelOwner(owner))
 
-    def manage(self, action: Action, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
+    def manage(self, action: SessionCommand, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
         """Do something to the sessions; `answer` is called once, in any thread. InvalidRequest when there are none."""
         if self.sessions is None:
             raise InvalidRequest("this server keeps no sessions", param="session_id")
-        self.sessions.manage(action, answer)
+        self.sessions.execute(action, answer)
 
     def drain(self) -> None:
         """Refuse new requests, finish the others."""

@@ -16,7 +16,7 @@ from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, Overloaded, RwkvBatchError, Unavailable
 from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.request import Delta, Event, Failure, Finish, Progress, Request
-from rwkv_batch.session_messages import Action, Deleted, Page
+from rwkv_batch.session_messages import Deleted, Page, SessionCommand
 
 
 class FakeRow:
@@ -116,7 +116,7 @@ class FakeWorker:
         for request_id in mine:
             self.cancel(request_id)
 
-    def manage(self, action: Action, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
+    def manage(self, action: SessionCommand, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
         """The fake keeps no sessions: InvalidRequest."""
         raise InvalidRequest("this server keeps no sessions", param="session_id")
 

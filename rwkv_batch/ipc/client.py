@@ -40,7 +40,7 @@ from rwkv_batch.ipc.messages import (
 )
 from rwkv_batch.ipc.waker import Bell, call_back
 from rwkv_batch.request import Event, Failure, Progress, Request
-from rwkv_batch.session_messages import Action, Deleted, Page
+from rwkv_batch.session_messages import Deleted, Page, SessionCommand
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ class EngineClient:
         self._asked.append((question, answer))
         self._bell.ring()
 
-    def manage(self, action: Action, answer: Callable[[SessionAnswer], None]) -> None:
+    def manage(self, action: SessionCommand, answer: Callable[[SessionAnswer], None]) -> None:
         """Do something to the sessions; `answer` is called once in the client's thread, with a Failure if the engine is lost.
 
         Any thread. Raises Unavailable.

@@ -5,7 +5,7 @@ import time
 import msgspec
 
 from rwkv_batch.request import Failure, Progress, Request
-from rwkv_batch.session_messages import Action, Deleted, Page
+from rwkv_batch.session_messages import Deleted, Page, SessionCommand
 
 HIGH_WATER = 1000  # of these that wait for an HTTP process that does not read: some ten seconds of steps
 SUBMIT_HIGH_WATER = 10_000  # that wait for the engine
@@ -97,7 +97,7 @@ class Manage(msgspec.Struct, tag="manage", array_like=True, frozen=True):
     """HTTP process: do this to the sessions. `question` comes back with the answer."""
 
     question: str
-    action: Action
+    action: SessionCommand
 
 
 class Managed(msgspec.Struct, tag="managed", array_like=True, frozen=True):

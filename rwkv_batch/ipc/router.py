@@ -15,7 +15,7 @@ from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.ipc.client import EngineClient, SessionAnswer, Ticket
 from rwkv_batch.ipc.messages import Ask, EngineInfo, Live
 from rwkv_batch.request import Request
-from rwkv_batch.session_messages import Action
+from rwkv_batch.session_messages import SessionCommand
 
 PHASES = ("ready", "loading", "draining", "lost")  # what is told of several engines is the first of these that one is in
 
@@ -99,7 +99,7 @@ class EngineRouter:
         """See `EngineClient.submit`."""
         return self.client_for(request).submit(request, *args, **more)
 
-    def manage(self, action: Action, answer: Callable[[SessionAnswer], None]) -> None:
+    def manage(self, action: SessionCommand, answer: Callable[[SessionAnswer], None]) -> None:
         """See `EngineClient.manage`."""
         self.home(action.namespace).manage(action, answer)
 

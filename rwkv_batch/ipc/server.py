@@ -42,7 +42,7 @@ from rwkv_batch.ipc.messages import (
 )
 from rwkv_batch.ipc.waker import Bell, call_back
 from rwkv_batch.request import Event, Failure, Progress, Request
-from rwkv_batch.session_messages import Action, Deleted, Page
+from rwkv_batch.session_messages import Deleted, Page, SessionCommand
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Worker(Protocol):
     def cancel_owner(self, owner: bytes) -> None:
         """End all requests of one HTTP process."""
 
-    def manage(self, action: Action, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
+    def manage(self, action: SessionCommand, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
         """Do something to the sessions; `answer` is called once, in any thread."""
 
     def drain(self) -> None:

@@ -16,7 +16,6 @@ from rwkv_batch.errors import (
     Unprocessable,
 )
 from rwkv_batch.session_messages import (
-    Action,
     Delete,
     Deleted,
     Entry,
@@ -25,6 +24,7 @@ from rwkv_batch.session_messages import (
     Import,
     Page,
     Rewind,
+    SessionCommand,
     Status,
     Tier,
 )
@@ -61,10 +61,10 @@ class SessionCommands:
 
     def execute(self, job: Execute) -> None:
         """Carry out a command and answer it, a list perhaps later."""
-        if isinstance(job.action, Status):
-            self.go_on(Listing(self.pieces_of_list(job.action), job.answer))
+        if isinstance(job.command, Status):
+            self.go_on(Listing(self.pieces_of_list(job.command), job.answer))
         else:
-            job.answer(_guarded(lambda: self._execute(job.action)))
+            job.answer(_guarded(lambda: self._execute(job.command)))
 
     def go_on(self, listing: Listing) -> None:
         """Make the next piece of a list; what waits already is done before the one after it."""
@@ -74,34 +74,34 @@ class SessionCommands:
         else:
             listing.answer(page)
 
-    def _execute(self, action: Action) -> Page | Deleted:
-        match action:
+    def _execute(self, command: SessionCommand) -> Page | Deleted:
+        match command:
             case Delete():
-                return self._delete(action)
+                return self._delete(command)
             case Fork():
-                return self._fork(action)
+                return self._fork(command)
             case Rewind():
-                return self._rewind(action)
+                return self._rewind(command)
             case Export():
-                return self._export(action)
+                return self._export(command)
             case Import():
-                return self._import(action)
+                return self._import(command)
 
     # Lists.
 
-    def pieces_of_list(self, action: Status) -> Iterator[Page | None]:
+    def pieces_of_list(self, command: Status) -> Iterator[Page | None]:
         """Yield None after each piece of the work, and then the list."""
-        namespace, responses = action.namespace, action.responses
+        namespace, responses = command.namespace, command.responses
         l1, l2 = self._in_memory(namespace, responses)
         names = [resident.key[1] for resident in (*l1, *l2)]
         ids = self._store.ids(namespace, names)
         num_db = self._store.count(namespace, responses=responses) - len(ids)
         counts = {"total": len(names) + num_db, "l1": len(l1), "l2": len(l2), "db": num_db}
         entries = [*(_entry(resident, "l1") for resident in l1), *(_entry(resident, "l2") for resident in l2)]
-        if action.name is not None:
-            yield Page(sessions=self._one(namespace, action.name, entries), **counts)
+        if command.name is not None:
+            yield Page(sessions=self._one(namespace, command.name, entries), **counts)
             return
-        offset, limit = max(0, action.offset), action.limit
+        offset, limit = max(0, command.offset), command.limit
         if limit is not None and limit <= LIST_SESSIONS:
             sessions = entries[offset : offset + limit]
             if len(sessions) < limit:
@@ -146,39 +146,39 @@ class SessionCommands:
 
     # Changes.
 
-    def _delete(self, action: Delete) -> Deleted:
+    def _delete(self, command: Delete) -> Deleted:
         def is_meant(key: Key) -> bool:
-            return key == (action.namespace, action.name) or (
-                action.prefix and key[0] == action.namespace and key[1].startswith(f"{action.name}:")
+            return key == (command.namespace, command.name) or (
+                command.prefix and key[0] == command.namespace and key[1].startswith(f"{command.name}:")
             )
 
         with self._shared.lock:
             names = {resident.key[1] for resident in self._shared.tiers if is_meant(resident.key)}
-        names |= self._store.delete(action.namespace, action.name, prefix=action.prefix)
+        names |= self._store.delete(command.namespace, command.name, prefix=command.prefix)
         with self._shared.lock:  # after the disk, which may refuse; turns that began meanwhile are meant too
             self._leases.revoke(is_meant)
             for key in [resident.key for resident in self._shared.tiers if is_meant(resident.key)]:
                 self._shared.tiers.drop(key)
-        return Deleted(action.name in names, len(names))
+        return Deleted(command.name in names, len(names))
 
-    def _fork(self, action: Fork) -> Page:
-        if not action.copies or len(set(action.copies)) < len(action.copies):
+    def _fork(self, command: Fork) -> Page:
+        if not command.copies or len(set(command.copies)) < len(command.copies):
             raise InvalidRequest("the copies need names, each its own", param="copies")
-        record = self._record(action.namespace, action.name, action.version)
-        for name in action.copies:
-            self._writer.check_free(action.namespace, name)
-        self._store.fork(action.namespace, record, action.copies)
+        record = self._record(command.namespace, command.name, command.version)
+        for name in command.copies:
+            self._writer.check_free(command.namespace, name)
+        self._store.fork(command.namespace, record, command.copies)
         with self._shared.lock:
-            for name in action.copies:
-                self._shared.count_node((action.namespace, name))
-        return Page(sessions=self._stored(action.namespace, action.copies))
+            for name in command.copies:
+                self._shared.count_node((command.namespace, name))
+        return Page(sessions=self._stored(command.namespace, command.copies))
 
-    def _rewind(self, action: Rewind) -> Page:
-        namespace, name = key = (action.namespace, action.name)
+    def _rewind(self, command: Rewind) -> Page:
+        namespace, name = key = (command.namespace, command.name)
         newest = self._record(namespace, name, None)
-        if action.expect_version not in (None, newest.version):
+        if command.expect_version not in (None, newest.version):
             raise PreconditionFailed(f"session {name!r} is at version {newest.version}", param="expect_version")
-        version = action.version
+        version = command.version
         if version is None:
             current = newest.version if newest.origin is None else newest.origin
             version = max((v for v in self._store.kept_versions(namespace, name) if v < current), default=0)
@@ -187,26 +187,26 @@ class SessionCommands:
         self._store.rewind(namespace, name, record, newest.version + 1)
         return Page(sessions=self._stored(namespace, [name]))
 
-    def _export(self, action: Export) -> Page:
-        record = self._record(action.namespace, action.name, action.version)
+    def _export(self, command: Export) -> Page:
+        record = self._record(command.namespace, command.name, command.version)
         stored = self._file.decode(self._store.pieces(record))
         try:
-            with open(action.path, "wb") as out:
+            with open(command.path, "wb") as out:
                 for piece in self._file.encode(stored):
                     out.write(piece)
         except OSError as error:
             raise StorageFailed(f"no room for the file in transit: {error.strerror}") from None
-        return Page(sessions=[_stored_entry(action.name, record)])
+        return Page(sessions=[_stored_entry(command.name, record)])
 
-    def _import(self, action: Import) -> Page:
-        with open(action.path, "rb") as source:
+    def _import(self, command: Import) -> Page:
+        with open(command.path, "rb") as source:
             stored = self._file.decode(iter(lambda: source.read(PIECE_BYTES), b""))
         if not self._shared.copies.is_finite(stored.snapshot, None):
             raise Unprocessable("the state is not finite", code="state_unusable")
         if stored.snapshot.elapsed >= MAX_FOREIGN_TOKENS:
             raise Unprocessable("the state cannot have seen so many tokens", code="state_unusable")
-        key = (action.namespace, action.name)
-        if not action.overwrite:
+        key = (command.namespace, command.name)
+        if not command.overwrite:
             self._writer.check_free(*key)
         record = self._record(*key, None) if self._writer.exists(key) else None
         self._take_out(key)
@@ -215,7 +215,7 @@ class SessionCommands:
         self._store.write([NewVersion(*key, version, snapshot.elapsed, stored.newlines, pieces, time.time())])
         with self._shared.lock:
             self._shared.count_node(key)
-        return Page(sessions=self._stored(action.namespace, [action.name]))
+        return Page(sessions=self._stored(command.namespace, [command.name]))
 
     # Inside.
 

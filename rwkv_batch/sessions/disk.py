@@ -10,7 +10,7 @@ import time
 import msgspec
 
 from rwkv_batch.errors import Conflict, EngineFailed, InvalidRequest, RwkvBatchError, StorageFailed, Unprocessable
-from rwkv_batch.session_messages import Kept
+from rwkv_batch.session_messages import CommitResult
 from rwkv_batch.sessions.leases import Lease, LeaseManager, digest_of
 from rwkv_batch.sessions.shared import GROUP_BYTES, Commit, Shared, is_number
 from rwkv_batch.sessions.state_file import StateFile, Stored
@@ -198,9 +198,9 @@ class StateWriter:
         self._shared.jobs.settled(job)
         self._leases.end(job.lease)
 
-    def _result(self, resident: ResidentSession, *, replayed: bool = False) -> Kept:
+    def _result(self, resident: ResidentSession, *, replayed: bool = False) -> CommitResult:
         node = resident.node[1] if resident.node is not None else None
-        return Kept(resident.key[1], resident.version, node, resident.snapshot.elapsed, self._at_once, replayed)
+        return CommitResult(resident.key[1], resident.version, node, resident.snapshot.elapsed, self._at_once, replayed)
 
     # Writing.
 

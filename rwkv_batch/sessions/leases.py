@@ -13,7 +13,7 @@ import msgspec
 from rwkv_batch.errors import Conflict, NotFound, PreconditionFailed, RwkvBatchError, Unavailable, Unprocessable
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Request
-from rwkv_batch.session_messages import Answer, Kept, Session
+from rwkv_batch.session_messages import Answer, CommitResult, Session
 from rwkv_batch.sessions.shared import Commit, Guarded, Load, Shared
 from rwkv_batch.sessions.store import Replay, SessionStore
 from rwkv_batch.sessions.tiers import Key, ResidentSession
@@ -69,7 +69,9 @@ class Lease:
         """Return the state to start from, None for the empty one. Called in the thread, and on the stream, that uses it."""
         return None if self.resident is None else self._leases.arrived_snapshot(self.resident)
 
-    def commit(self, snapshot: Snapshot, newlines: int, answer: Answer, done: Callable[[Kept | RwkvBatchError], None]) -> None:
+    def commit(
+        self, snapshot: Snapshot, newlines: int, answer: Answer, done: Callable[[CommitResult | RwkvBatchError], None]
+    ) -> None:
         """Save the state at the end of the row; `done` is called once, in another thread, when it is, or could not be."""
         self._leases.commit(self, snapshot, newlines, answer, done)
 
@@ -145,7 +147,12 @@ class LeaseManager:
         return snapshot
 
     def commit(
-        self, lease: Lease, snapshot: Snapshot, newlines: int, answer: Answer, done: Callable[[Kept | RwkvBatchError], None]
+        self,
+        lease: Lease,
+        snapshot: Snapshot,
+        newlines: int,
+        answer: Answer,
+        done: Callable[[CommitResult | RwkvBatchError], None],
     ) -> None:
         """See `Lease.commit`."""
         self._shared.enqueue(Commit(lease, snapshot, newlines, answer, done, self._shared.copies.mark()))

@@ -26,7 +26,7 @@ import torch
 
 from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.request import Request
-from rwkv_batch.session_messages import Action, Deleted, Page
+from rwkv_batch.session_messages import Deleted, Page, SessionCommand
 from rwkv_batch.sessions.commands import SessionCommands
 from rwkv_batch.sessions.disk import StateReader, StateWriter
 from rwkv_batch.sessions.leases import Lease, LeaseManager
@@ -96,11 +96,11 @@ class StatePool:
         """Nobody waits any more for the lease of this request; one that was given is released by whoever has it."""
         self.leases.cancel(request_id)
 
-    def manage(self, action: Action, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
+    def execute(self, command: SessionCommand, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
         """Carry out a command; `answer` is called once, in the storage thread. Raises Unavailable when the server stops."""
         with self.shared.lock:
             self.shared.check_open()
-            self.shared.enqueue(Execute(action, answer))
+            self.shared.enqueue(Execute(command, answer))
 
     def stats(self) -> dict[str, int | float]:
         """Figures of this moment."""

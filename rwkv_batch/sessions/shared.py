@@ -9,7 +9,7 @@ import torch
 
 from rwkv_batch.errors import RwkvBatchError, StorageFailed, Unavailable
 from rwkv_batch.model.state import Snapshot
-from rwkv_batch.session_messages import Action, Answer, Deleted, Kept, Page
+from rwkv_batch.session_messages import Answer, CommitResult, Deleted, Page, SessionCommand
 from rwkv_batch.sessions.tiers import Key, ResidentSession, Tiers
 from rwkv_batch.sessions.transfer import Copies
 
@@ -78,14 +78,14 @@ class Commit(NamedTuple):
     snapshot: Snapshot
     newlines: int
     answer: Answer
-    done: Callable[[Kept | RwkvBatchError], None]
+    done: Callable[[CommitResult | RwkvBatchError], None]
     written: "torch.cuda.Event | None"
 
 
 class Execute(NamedTuple):
     """Carry out a command of the state routes."""
 
-    action: Action
+    command: SessionCommand
     answer: Callable[[Page | Deleted | RwkvBatchError], None]
 
 
