@@ -180,3 +180,12 @@ def test_compiled_ops_equal_the_plain_ones():
         results.append((prompt, model.forward(None, PackedRows([1, 2], [1, 1]), state), state.wkv))
     for one, other in zip(*results, strict=True):
         assert (one - other).abs().max() <= 1e-4
+
+
+def test_the_memory_in_use_is_told():
+    ballast = torch.ones(2**24)
+    before = memory.in_use(torch.device("cpu"))["host_memory_bytes"]
+    more = torch.ones(2**24)
+    grown = memory.in_use(torch.device("cpu"))["host_memory_bytes"] - before
+    assert 2**25 < grown < 2**28
+    assert len(ballast) == len(more)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from rwkv_batch.engine import logprobs
+from rwkv_batch.engine import logprobs, memory
 from rwkv_batch.engine.decode_graphs import DecodeGraphs
 from rwkv_batch.engine.logprobs import Scoring, is_scored
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
@@ -131,13 +131,14 @@ class Engine:
         return [Token(sequence, id if ok else None) for sequence, id, ok in rows]
 
     def stats(self) -> dict[str, int]:
-        """Steps so far that ran as captured graphs, and decode steps that were launched operation by operation."""
+        """Memory held; steps so far that ran as captured graphs, and decode steps launched operation by operation."""
         num_replays = 0 if self.graphs is None else self.graphs.num_replays
         num_prefills = 0 if self.prefills is None else self.prefills.num_replays
         return {
             "graph_steps_total": num_replays,
             "graph_prefill_steps_total": num_prefills,
             "eager_decode_steps_total": self.num_eager_decodes,
+            **memory.in_use(self.device),
         }
 
     @torch.inference_mode()

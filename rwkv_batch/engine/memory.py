@@ -3,6 +3,7 @@
 Sizes are asked of what will be allocated; only the sum is made here.
 """
 
+import contextlib
 import logging
 import os
 from dataclasses import dataclass
@@ -140,3 +141,14 @@ CGROUPS = [
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 ]
+
+
+def in_use(device: torch.device) -> dict[str, int]:
+    """Bytes that this process holds now: resident in host memory, and what torch has taken of a GPU, used or not."""
+    found = {}
+    with contextlib.suppress(OSError):  # no Linux
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        found["host_memory_bytes"] = pages * os.sysconf("SC_PAGE_SIZE")
+    if device.type == "cuda":
+        found["device_memory_bytes"] = torch.cuda.memory_reserved(device)
+    return found

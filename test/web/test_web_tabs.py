@@ -272,7 +272,7 @@ def test_charts_move_while_rows_run(server, url, open_page):
     before = page.locator("dd", has_text=re.compile(r"^[\d,]+$")).all_inner_texts()
     assert server.post({"contents": ["Once upon a time"] * 4, "max_tokens": 30})[0] == 200
     wait_until(lambda: page.locator("dd", has_text=re.compile(r"^[\d,]+$")).all_inner_texts() != before, 10, "the figures move")
-    assert page.locator(".charts canvas").count() == 6
+    assert page.locator(".charts canvas").count() == 7
 
 
 def test_with_a_password_the_page_asks_once_and_forgets_it_with_the_tab(browser, open_page, tmp_path_factory):

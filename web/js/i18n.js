@@ -141,6 +141,7 @@ const WORDS = {
   chart_first: ["Time to first token", "首词元时间"],
   chart_itl: ["Time between tokens", "词元间隔"],
   chart_tiers: ["Sessions in memory", "内存中的会话"],
+  chart_process: ["Memory of the engine", "引擎占用的内存"],
   chart_memory: ["Memory of states", "状态占用的内存"],
   now_speed: ["tokens/s", "词元/秒"], now_rows: ["rows / slots", "行 / 槽"], now_waiting: ["waiting", "等待"],
   now_first: ["first token, p95", "首词元 p95"], now_itl: ["between tokens, p95", "词元间隔 p95"], now_sessions: ["sessions in memory", "内存中的会话"],

@@ -18,12 +18,14 @@ const CHARTS = [
   { title: "chart_first", unit: "ms", series: [["p50", "first50"], ["p95", "first95"]] },
   { title: "chart_itl", unit: "ms", series: [["p50", "itl50"], ["p95", "itl95"]] },
   { title: "chart_tiers", whole: true, series: [["VRAM", "l1"], ["RAM", "l2"], ["unsaved", "dirty"]] },
+  { title: "chart_process", unit: "MiB", series: [["VRAM", "device"], ["RAM", "host"]] },
   { title: "chart_memory", unit: "MiB", series: [["VRAM", "l1Bytes"], ["RAM", "l2Bytes"], ["prefixes", "prefix"]] },
 ];
 
 const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 100000];
 const COUNTS = ["sequences_running", "sequences_waiting", "slots", "slots_free", "generation_tokens_total", "prompt_tokens_total"];
 
+const inMib = (bytes) => (bytes === undefined ? null : bytes / 2 ** 20);
 const clock = (seconds) => new Date(seconds * 1000).toTimeString().slice(0, 8);
 
 let readings = []; // kept while other tabs are open
@@ -120,6 +122,7 @@ export function build(root) {
       itl50: ms("inter_token_latency_seconds", 0.5), itl95: ms("inter_token_latency_seconds", 0.95),
       l1: engine.state_l1_sessions, l2: engine.state_l2_sessions, dirty: engine.state_dirty_sessions,
       l1Bytes: mib(engine.state_l1_sessions), l2Bytes: mib(engine.state_l2_sessions), prefix: (engine.prefix_bytes ?? 0) / 2 ** 20,
+      host: inMib(engine.host_memory_bytes), device: inMib(engine.device_memory_bytes),
     };
     readings.push(reading);
     if (readings.length > KEPT) readings = readings.slice(-KEPT);
