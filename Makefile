@@ -33,10 +33,11 @@ test-web: $(VENV)/.ready-web
 	$(BIN)/python -m pytest -m "web and not long" test/web
 
 # Here the live server is held to its bounds on time, so its tests run alone.
-test-long: $(VENV)/.ready-test lint
+test-long: $(VENV)/.ready-web lint
 	mkdir -p test/results
 	$(BIN)/python -m pytest -n 2 $(LONG) --ignore test/live --ignore test/web > test/results/long.txt; status=$$?; \
 	STRICT_TIMES=1 $(BIN)/python -m pytest $(LONG) test/live >> test/results/long.txt || status=1; \
+	$(BIN)/python -m pytest $(LONG) test/web >> test/results/long.txt || status=1; \
 	grep -E "passed|failed|FAILED" test/results/long.txt; exit $$status
 
 lint: $(VENV)/.ready-test

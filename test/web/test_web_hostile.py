@@ -113,12 +113,12 @@ def told(delays: list[float], tasks: list[float]) -> str:
 
 
 def test_a_board_of_320_rows_at_10000_tokens_a_second_stays_responsive(open_page):
-    for _ in range(4):  # its main thread is idle for seven of eight seconds; a busy machine can still hold it up
+    for _ in range(2):  # a machine that is busy with something else can hold up one
         delays, tasks, _ = watch_board(open_page, 6, 1)
         print(told(delays, tasks))
         if share(delays, 0.95) <= 50:
             return
-    pytest.fail("late in every attempt")
+    pytest.fail("late both times")
 
 
 @pytest.mark.long
