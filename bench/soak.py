@@ -730,10 +730,11 @@ def process_figures(pid: int) -> tuple[int, int, int]:
 
 
 def gpu_mib() -> int:
-    """Memory in use on all GPUs; 0 without one."""
+    """Memory in use on the GPUs that this process may see; 0 without one."""
     if shutil.which("nvidia-smi") is None:
         return 0
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    command = ["nvidia-smi", *(["-i", seen] if seen else []), "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return sum(map(int, subprocess.run(command, capture_output=True, text=True).stdout.split() or ["0"]))
 
 
