@@ -18,7 +18,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
                     0 may be missing and is then the empty state, another missing node is NotFound
     keep            whether the row's state is kept, for requests of one prompt; without it any number of rows start from the
                     state and nothing is stored
-    kept_as         the row's state becomes the new session of this name, Conflict when there is one, and `name` stays as it
+    save_as         the row's state becomes the new session of this name, Conflict when there is one, and `name` stays as it
                     was; not with a node
     must_exist      NotFound when there is no such session
     expect_version  PreconditionFailed unless the session is at this version; 0: it must not exist
@@ -30,7 +30,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     node: int | None = None
     keep: bool = True
-    kept_as: str | None = None
+    save_as: str | None = msgspec.field(default=None, name="kept_as")  # digests of turns on disk were made with that name
     must_exist: bool = False
     expect_version: int | None = None
     key: str | None = None

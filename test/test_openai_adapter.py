@@ -328,7 +328,7 @@ def test_responses_become_conversations():
     assert (following.session.name, following.session.keep, following.session.must_exist) == ("resp_1", False, True)
     branch = to_request(ResponseBody, {"input": "hi", "previous_response_id": "resp_1"}).session
     assert (branch.name, branch.keep, branch.must_exist) == ("resp_1", True, True)
-    assert branch.kept_as not in (None, "resp_1")
+    assert branch.save_as not in (None, "resp_1")
     kept = read(ResponseBody, {"input": "hi", "own_id": "resp_1", "_own_id": "resp_1"})
     assert request_of(kept).session.name == kept.own_id != "resp_1", "nobody chooses where it is kept"
     assert response(input="hi", max_output_tokens=3).max_tokens == 3

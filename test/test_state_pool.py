@@ -38,6 +38,7 @@ from rwkv_batch.model.weights import ModelShape
 from rwkv_batch.request import Request
 from rwkv_batch.session_messages import Answer, CommitResult, Delete, Deleted, Export, Fork, Import, Rewind, Session, Status
 from rwkv_batch.sessions.database import SessionDatabase
+from rwkv_batch.sessions.leases import digest_of
 from rwkv_batch.sessions.pool import StatePool
 from rwkv_batch.sessions.state_file import StateFile, Stored
 from rwkv_batch.sessions.store import SessionStore
@@ -338,7 +339,7 @@ def test_a_turn_kept_as_another_session_writes_that_one_only(path, durability, m
         pool.turn("a", snapshot(1))
         with monkeypatch.context() as patch:
             written = spied_writes(patch, pool.database)
-            one, two = pool.lease("a", kept_as="b", must_exist=True), pool.lease("a", kept_as="c", must_exist=True)
+            one, two = pool.lease("a", save_as="b", must_exist=True), pool.lease("a", save_as="c", must_exist=True)
             assert pool.order(Status()).total == 1, "nothing is there before the turn's end"
             assert all(same(lease.initial(), snapshot(1)) for lease in (one, two))
             two.release()
@@ -347,12 +348,12 @@ def test_a_turn_kept_as_another_session_writes_that_one_only(path, durability, m
         assert same(pool.state("a"), snapshot(1))
         assert same(pool.state("b"), snapshot(2))
         assert pool.state("c") is None
-        taken = pool.lease("a", kept_as="b")
+        taken = pool.lease("a", save_as="b")
         with pytest.raises(Conflict) as caught:
             pool.commit(taken, snapshot(3))
         assert caught.value.code == "session_exists"
         with pytest.raises(NotFound):
-            pool.lease("nothing", kept_as="d", must_exist=True)
+            pool.lease("nothing", save_as="d", must_exist=True)
     with Pool(path) as pool:
         assert same(pool.state("b"), snapshot(2))
         assert pool.order(Status()).total == 2
@@ -369,7 +370,7 @@ def spied_writes(patch: pytest.MonkeyPatch, database: SessionDatabase) -> list[s
 def test_a_turn_kept_as_another_session_outlives_the_first_but_not_its_own(path):
     with Pool(path) as pool:
         pool.turn("a", snapshot(1))
-        kept, deleted = pool.lease("a", kept_as="b"), pool.lease("a", kept_as="c")
+        kept, deleted = pool.lease("a", save_as="b"), pool.lease("a", save_as="c")
         pool.order(Delete(name="c"))
         assert pool.order(Delete(name="a")).found
         assert (kept.revoked, deleted.revoked) == (False, True)
@@ -418,7 +419,7 @@ def test_responses_take_no_session_s_place_in_memory_and_in_lists(path, durabili
         assert [e.name for e in pool.order(Status(responses=True, offset=2, limit=2)).sessions] == ["r4", "r3"]
         assert pool.order(Status(limit=9)).sessions == pool.order(Status()).sessions
         assert [entry.name for entry in pool.order(Status(name="r1")).sessions] == ["r1"]
-        respond(pool, "r1", 20, kept_as="r5", must_exist=True)
+        respond(pool, "r1", 20, save_as="r5", must_exist=True)
         wait_until_written(pool)
         assert pool.order(Status(name="r1", responses=True)).sessions[0].tier == "l1", "one that was continued may be again"
         assert pool.order(Status(responses=True)).total == 8
@@ -453,7 +454,7 @@ def test_the_oldest_responses_go_when_there_are_too_many(path):
         for i in range(20):
             assert same(pool.state(f"r{i}"), snapshot(i) if i > 16 else None)
         with pytest.raises(NotFound):
-            respond(pool, "r3", 9, kept_as="more", must_exist=True)
+            respond(pool, "r3", 9, save_as="more", must_exist=True)
         assert same(pool.state("s"), snapshot(0))
     assert num_states(path) <= 9, "the room of those that went is used again"
 
@@ -464,13 +465,13 @@ def test_old_responses_go_bytes_and_all(path, monkeypatch):
         pool.turn("s", snapshot(0))
         for i in range(3):
             respond(pool, f"r{i}", i)
-        respond(pool, "r0", 5, kept_as="r3", must_exist=True)
+        respond(pool, "r0", 5, save_as="r3", must_exist=True)
         assert same(pool.state("r0"), snapshot(0))
         now = pool.database.now
         monkeypatch.setattr(pool.database, "now", lambda: now() + 1001)
         for name in ("r0", "r1"):  # in memory and on disk
             with pytest.raises(NotFound):
-                respond(pool, name, 9, kept_as="more", must_exist=True)
+                respond(pool, name, 9, save_as="more", must_exist=True)
         until = time.monotonic() + 60
         while num_states(path) > 1:
             assert time.monotonic() < until
@@ -505,6 +506,17 @@ def test_an_answer_is_given_again_for_its_key(path):
         assert pool.lease(key="other").replay is None
     with Pool(path) as pool:
         assert pool.lease(key="k").replay.text == "said"
+
+
+def test_a_key_of_an_older_server_is_known():
+    """Digests are on disk: a field of a request that is added or renamed must not change them."""
+    sampling = SamplingParams(temperature=0.5, seed=7)
+    session = Session(name="s", key="k", expect_version=3)
+    request = Request(
+        id="r", prompts=[[1, 2, 3]], sampling=sampling, max_tokens=9, stop_ids=[261], stop_texts=[b"x"], session=session,
+        namespace="n",
+    )  # fmt: skip
+    assert digest_of(request).hex() == "39439d3b7305f63b22930ed5c3ed4f4c"
 
 
 @pytest.mark.parametrize("durability", ["turn", "shutdown"])
@@ -778,7 +790,7 @@ def test_what_the_end_could_not_write_is_told(path, durability, monkeypatch, cap
 def test_two_turns_that_would_make_the_same_session_in_one_commit(path, monkeypatch):
     with Pool(path) as pool:
         pool.turn("a", snapshot(1))
-        leases = [pool.lease("a", kept_as="b") for _ in range(3)]
+        leases = [pool.lease("a", save_as="b") for _ in range(3)]
         go = threading.Event()
         write = pool.database.write
         monkeypatch.setattr(pool.database, "write", lambda turns: (go.wait(60), write(turns)))

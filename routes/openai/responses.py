@@ -122,7 +122,7 @@ class ResponseBody(GenerationBody, ThinkingFields):
         previous = self.previous_response_id
         if previous is None:
             return Session(name=self.own_id, response=True) if self.store else None
-        return Session(name=previous, must_exist=True, keep=self.store, kept_as=self.own_id, response=True)
+        return Session(name=previous, must_exist=True, keep=self.store, save_as=self.own_id, response=True)
 
 
 class ResponseFormatter(Formatter):

@@ -118,7 +118,7 @@ class StateWriter:
         for job in jobs:
             try:
                 good.append((job, self._prepare(job, new)))
-                if job.lease.session.kept_as is not None:
+                if job.lease.session.save_as is not None:
                     new.add(job.lease.target)
             except RwkvBatchError as error:
                 self._failed(job, error)
@@ -142,7 +142,7 @@ class StateWriter:
         if not self._shared.copies.is_finite(job.snapshot, job.written):
             raise EngineFailed("the state at the end of this turn is not finite; the session stays as it was")
         key, version, node = lease.key, lease.version + 1, None
-        if session.kept_as is not None:
+        if session.save_as is not None:
             self.check_free(*lease.target)
             if lease.target in new:
                 raise _exists_already(lease.target[1])
@@ -184,18 +184,18 @@ class StateWriter:
                     resident.due = min(resident.due, old.due)
             self._shared.publish(resident)
             self._shared.count_node(resident.key)
-            self._settled(job)
+            self._end(job)
         job.done(self._result(resident))
 
     def _failed(self, job: Commit, error: RwkvBatchError) -> None:
         """The turn is not saved; the session stays at its last version."""
         with self._shared.lock:
             self._shared.totals["state_commit_failures_total"] += 1
-            self._settled(job)
+            self._end(job)
         job.done(error)
 
-    def _settled(self, job: Commit) -> None:
-        self._shared.jobs.settled(job)
+    def _end(self, job: Commit) -> None:
+        self._shared.jobs.commit_ended(job)
         self._leases.end(job.lease)
 
     def _result(self, resident: ResidentSession, *, replayed: bool = False) -> CommitResult:

@@ -53,12 +53,12 @@ class Lease:
     @property
     def takes_turns(self) -> bool:
         """Whether it takes its turn with others: it will replace the session's state."""
-        return self.session.keep and self.session.node is None and self.session.kept_as is None
+        return self.session.keep and self.session.node is None and self.session.save_as is None
 
     @property
     def target(self) -> Key:
         """The session it will change, for a new node the one it continues."""
-        return self.key if self.session.kept_as is None else (self.key[0], self.session.kept_as)
+        return self.key if self.session.save_as is None else (self.key[0], self.session.save_as)
 
     @property
     def replay_key(self) -> ReplayKey:

@@ -132,7 +132,7 @@ class JobQueue:
             self.commit_bytes += job.snapshot.num_bytes
         self._jobs.append(job)
 
-    def settled(self, job: Commit) -> None:
+    def commit_ended(self, job: Commit) -> None:
         """Nobody waits for this commit any more."""
         self.num_commits -= 1
         self.commit_bytes -= job.snapshot.num_bytes
