@@ -149,6 +149,7 @@ class Config:
     max_stop_bytes: int = setting(256, "limits", "length of one stop text, bytes", low=1, high=65536)
     max_logprobs: int = setting(20, "limits", "most likely tokens that can be reported at each place", low=0, high=1024)
     max_logit_bias: int = setting(1024, "limits", "entries of a logit bias", low=0, high=65536)
+    max_grammar_bytes: int = setting(2**20, "limits", "length of a JSON schema, a regex or a grammar, bytes", low=1, high=2**26)
     queue: int = setting(512, "limits", "requests that may wait; one more is answered 429", low=1, high=1_048_576)
     translate_ratio: float = setting(
         3.0, "limits", "tokens of a translation for each token of its text, at most", low=0.5, high=100

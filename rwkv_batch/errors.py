@@ -40,6 +40,12 @@ class BatchTooLarge(InvalidRequest):
         self.limit = limit
 
 
+class NotInstalled(InvalidRequest):
+    """The request needs an optional package that this server lacks; the message says how to install it."""
+
+    code = "not_installed"
+
+
 class Unauthorized(RwkvBatchError):
     """The password is missing or wrong."""
 

@@ -17,6 +17,18 @@ Loop = Literal["sync", "continuous"]
 Reason = Literal["stop", "length", "error", "cancelled"]
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What the text of a row must be, as a whole: JSON that a schema allows, a match of a regex, a sentence of a grammar.
+
+    kind    what `source` is: a JSON schema as JSON text, a regex, or a grammar as llguidance reads it (Lark's syntax)
+    param   the field it came in, which errors name
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    source: str
+    param: str | None = None
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One submitted request: each prompt becomes `copies` rows; row i continues `prompts[i // copies]` and is choice i.
 
@@ -33,6 +45,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache       whether prompts may start from cached prefixes and leave some
     copies      rows of each prompt
     prompt_logprobs  None, or how many of the most likely tokens to report at each place of the prompts beside the prompt's own
+    grammar     what the text of each row must be, None = anything
     """
 
     id: str
@@ -48,6 +61,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache: bool = True
     copies: int = 1
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def num_rows(self) -> int:
