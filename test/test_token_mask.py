@@ -9,6 +9,7 @@ from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.request import Request
 from rwkv_batch.scheduling.scheduler import Scheduler
+from sampling.masks import pack, unpack
 from sampling.params import SamplingParams
 from sampling.reference import ReferenceSampler
 
@@ -34,12 +35,22 @@ class OnlyMultiples:
     def take(self) -> torch.Tensor:
         assert not self._taken, "a draw before the last one was told"
         self._taken = True
-        return IDS % (len(self.ids) + 1) == 0
+        return pack(IDS % (len(self.ids) + 1) == 0)
 
     def accept(self, id: int) -> None:
         assert self._taken
         self.ids.append(id)
         self._left, self._taken = self.delay, False
+
+
+@pytest.mark.parametrize("num_columns", [1, 31, 32, 33, 100, 4096])
+def test_bits_of_words_stand_for_columns(num_columns):
+    flags = torch.rand(3, num_columns, generator=torch.Generator().manual_seed(num_columns)) < 0.5
+    words = pack(flags)
+    assert words.dtype == torch.int32
+    assert words.shape == (3, -(-num_columns // 32))
+    assert all(words[0].tolist()[u // 32] >> u % 32 & 1 == flags[0, u] for u in range(num_columns))
+    assert torch.equal(unpack(words, num_columns), flags)
 
 
 def run(masks: dict[str, OnlyMultiples | None], max_tokens: int, *, mixed: bool = True) -> tuple[dict[str, list[int]], list]:
@@ -90,7 +101,7 @@ def test_a_mask_that_allows_everything_changes_nothing():
     class Everything(OnlyMultiples):
         def take(self) -> torch.Tensor:
             super().take()
-            return torch.ones(len(IDS), dtype=torch.bool)
+            return pack(torch.ones(len(IDS), dtype=torch.bool))
 
     assert run({"row": Everything(0)}, 20)[0] == run({"row": None}, 20)[0]
 
@@ -99,7 +110,7 @@ def test_a_row_that_may_sample_nothing_ends_alone():
     class Nothing(OnlyMultiples):
         def take(self) -> torch.Tensor:
             super().take()
-            return torch.zeros(len(IDS), dtype=torch.bool)
+            return pack(torch.zeros(len(IDS), dtype=torch.bool))
 
     ids, _ = run({"free": None, "masked": Nothing(0)}, 3)
     assert ids["masked"] == [None] * 3

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.request import Sequence
+from sampling.masks import unpack
 
 
 class TokenMask(Protocol):
@@ -24,7 +25,10 @@ class TokenMask(Protocol):
         """Return whether the next token's mask is known; not between `take` and `accept`."""
 
     def take(self) -> Tensor:
-        """Return the columns of the logits that are allowed [U] bool, on any device. A draw follows."""
+        """Return the columns of the logits that are allowed as words [ceil(U / 32)] int32 on the CPU. A draw follows.
+
+        Column u is bit u % 32 of word u // 32 (`sampling.masks.pack`). The words are not changed before the next `take`.
+        """
 
     def accept(self, id: int) -> None:
         """The id that was drawn."""
@@ -33,6 +37,6 @@ class TokenMask(Protocol):
 def mask_logits(logits: Tensor, sequences: Ordered[Sequence]) -> None:
     """Set what a row may not sample to -inf; logits [B, U] of the sequences [B], of which some have masks."""
     places = [place for place, sequence in enumerate(sequences) if sequence.mask is not None]
-    allowed = torch.stack([sequences[place].mask.take() for place in places]).to(logits.device, non_blocking=True)
-    for row, columns in zip(places, allowed, strict=True):
+    words = torch.stack([sequences[place].mask.take() for place in places]).to(logits.device, non_blocking=True)
+    for row, columns in zip(places, unpack(words, logits.shape[1]), strict=True):
         logits[row].masked_fill_(~columns, -torch.inf)
