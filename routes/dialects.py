@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from routes.http.context import Form, RequestContext
+from routes.http.context import RequestContext
+from routes.http.replies import Form
 from routes.http.streams import Reply
 from routes.native import chat as native_chat
 from routes.openai import chat as openai_chat
@@ -25,5 +26,6 @@ def form_of_errors(body: dict[str, Any] | str | bytes) -> Form:
 
 async def chat_completions(context: RequestContext) -> Reply:
     """POST /v1/chat/completions: complete each text of `contents`, or in OpenAI's form answer `messages`."""
-    context.nested = context.body.get("contents") is None and context.body.get("messages") is not None
-    return await (openai_chat.chat_completions(context) if context.nested else native_chat.completions(context))
+    is_chat = context.body.get("contents") is None and context.body.get("messages") is not None
+    context.form = "openai" if is_chat else "native"
+    return await (openai_chat.chat_completions(context) if is_chat else native_chat.completions(context))

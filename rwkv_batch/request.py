@@ -102,6 +102,7 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
 
     cached_tokens  how many of the `prompt_tokens` were not computed, but taken from the prefix cache
     session        where the row's state was kept, None for rows that keep none
+    stop_text      the stop text that ended it, None when it ended otherwise
     """
 
     index: int
@@ -111,6 +112,7 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
     error: str | None = None
     cached_tokens: int = 0
     session: CommitResult | None = None
+    stop_text: str | None = None
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True):

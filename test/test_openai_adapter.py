@@ -511,7 +511,7 @@ def test_failures():
     right = {"error": {"message": "full", "type": "rate_limit_error", "param": None, "code": "queue_full"}}
     whole = answer_to(ChatFormatter, ChatBody)
     error = whole.document(failed)
-    assert (error.status, error_document(error, nested=True)) == (429, right)
+    assert (error.status, error_document(error, form="openai")) == (429, right)
     assert payloads(answer_to(CompletionFormatter, CompletionBody).chunks(failed)) == [right]
     broken = step([], [Finish(0, "error", 1, 0, "not finite")])
     *_, last = payloads(answer_to(ChatFormatter, ChatBody).chunks(broken))

@@ -264,3 +264,15 @@ def seconds_to_feed(tokens, stops) -> float:
     for token in tokens:
         stream.feed(token)
     return time.perf_counter() - start
+
+
+@pytest.mark.parametrize(
+    ("texts", "said", "right"),
+    [([b"end", b"d!"], b"the end!", b"end"), ([b"b", b"ab"], b"xab", b"ab"), ([b"zz"], b"za", None), ([], b"za", None)],
+)
+def test_the_stop_text_that_ended_a_row_is_known(texts, said, right):
+    stream = TextStream(BYTE.token_bytes, Stops((), texts))
+    for byte in said:
+        if stream.feed(byte)[1]:
+            break
+    assert stream.stop_text == right

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from routes.http.access import OWNER, Headers
+from routes.http.replies import Form
 from routes.http.streams import Reply
 from rwkv_batch.config import Config
 from rwkv_batch.ipc.client import Ticket
@@ -25,7 +26,7 @@ class RequestContext:
     peer   address it came from, "" when that is not known
     token  what the URL gives as ?token=
     params what the path gives, by the names in the table of routes
-    nested whether errors have OpenAI's form
+    form   which form its errors have
     caller name of the API key it came with, else OWNER
     given_id the caller's own X-Request-Id, "" without one
     """
@@ -41,7 +42,7 @@ class RequestContext:
     body_bytes: int = 0
     file: bytes = b""
     params: dict[str, str] = field(default_factory=dict)
-    nested: bool = False
+    form: Form = "native"
     caller: str = OWNER
     given_id: str = ""
     began: float = field(default_factory=time.monotonic)
@@ -71,6 +72,5 @@ class RequestContext:
 
 # admin: not with an API key; translate: open to this host, or to all by --open-translate
 Access = Literal["password", "admin", "open", "translate"]
-Form = Literal["native", "openai"]  # of errors
 FormOf = Callable[[dict[str, Any] | str | bytes], Form]  # where the body decides, which may be one that could not be parsed
 Handler = Callable[[RequestContext], Awaitable[Reply]]

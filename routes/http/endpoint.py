@@ -19,9 +19,9 @@ from robyn.robyn import get_version
 
 from routes import schemas
 from routes.http.access import OWNER, READING, from_this_host, in_headers
-from routes.http.context import Access, Form, FormOf, Handler, RequestContext
+from routes.http.context import Access, FormOf, Handler, RequestContext
 from routes.http.http_app import HttpApp
-from routes.http.replies import Response, error_reply
+from routes.http.replies import Form, Response, error_reply
 from routes.http.streams import Reply, StreamingAnswer
 from rwkv_batch.errors import (
     EngineFailed,
@@ -56,7 +56,7 @@ def endpoint(
     async def handle(request: RobynRequest) -> RobynResponse | StreamingResponse:
         context = RequestContext(app, request.method, request.url.path, request.headers, request.ip_addr or "")
         context.params = dict(request.path_params)
-        context.nested = form == "openai"
+        context.form = "native" if callable(form) else form
         given_id = request.headers.get("x-request-id")
         context.given_id = given_id if given_id is not None and CALLERS_ID.fullmatch(given_id) else ""
         public = access == "open"
@@ -79,8 +79,8 @@ def endpoint(
                 raise Forbidden("this route needs the server's password; an API key is not enough")
             reply = await handler(context)
         except Exception as error:  # not kept: its traceback keeps this frame, and so the body, until the next collection
-            if callable(form) and not context.nested:
-                context.nested = form(context.body or request.body) == "openai"
+            if callable(form) and context.form == "native":
+                context.form = form(context.body or request.body)
             reply = failure_reply(context, error)
         finally:
             app.handling -= 1
@@ -100,9 +100,9 @@ def token_of(app: HttpApp, text: str | None) -> str | None:
 def failure_reply(context: RequestContext, error: Exception) -> Response:
     """The answer to a call that raised; what is none of our errors is logged and not told."""
     if isinstance(error, RwkvBatchError):
-        return error_reply(error, context.nested)
+        return error_reply(error, context.form)
     log.error("%s failed", context.id, exc_info=error)
-    return error_reply(EngineFailed("internal error", code="internal"), context.nested)
+    return error_reply(EngineFailed("internal error", code="internal"), context.form)
 
 
 def read_body(request: RobynRequest, limit: int) -> bytes:
@@ -146,6 +146,8 @@ async def json_body(context: RequestContext, request: RobynRequest, *, public: b
 def to_robyn(context: RequestContext, reply: Reply) -> RobynResponse | StreamingResponse:
     """Robyn's form of an answer, with the headers that all have."""
     common = {"X-Request-Id": context.given_id or context.id, "Content-Type": reply.content_type}
+    if context.form == "anthropic":
+        common["Request-Id"] = common["X-Request-Id"]
     headers = Headers({**common, **context.app.cors(context.headers)})
     if isinstance(reply, StreamingAnswer):
         return StreamingResponse(reply, headers=headers, media_type=reply.content_type)
@@ -173,15 +175,22 @@ def unknown(methods_by_path: Mapping[str, list[str]]) -> Handler:
     """What answers where no route does: 405 on a known path, else 404."""
 
     async def handle(context: RequestContext) -> Response:
-        context.nested = context.path.startswith(("/openai/", "/v1/"))
+        context.form = form_of_path(context)
         methods = methods_by_path.get(context.path)
         if methods is None:
             raise NotFound("Not found")
-        reply = error_reply(MethodNotAllowed("Method not allowed"), context.nested)
+        reply = error_reply(MethodNotAllowed("Method not allowed"), context.form)
         reply.headers["Allow"] = ", ".join(methods)
         return reply
 
     return handle
+
+
+def form_of_path(context: RequestContext) -> Form:
+    """The form of errors where there is no route: what the client says that it speaks, else what the path looks like."""
+    if context.headers.get("anthropic-version") is not None:
+        return "anthropic"
+    return "openai" if context.path.startswith(("/openai/", "/v1/")) else "native"
 
 
 def release_iterators() -> None:

@@ -21,8 +21,8 @@ from routes.http.context import RequestContext
 from routes.http.disconnects import DisconnectMonitor, address
 from routes.http.figures import CallFigures
 from routes.http.off_loop import off_loop
-from routes.http.replies import JSON, SSE, Response
-from routes.http.streams import NUDGE, FormatEvent, Reply, StreamingAnswer, TaskAnswer, notify_first
+from routes.http.replies import Response
+from routes.http.streams import DOCUMENT, EVENTS, NUDGE, FormatEvent, Framing, Reply, StreamingAnswer, TaskAnswer, notify_first
 from rwkv_batch.config import Config
 from rwkv_batch.errors import Overloaded, RwkvBatchError, Unavailable
 from rwkv_batch.ipc.client import EngineClient, SessionAnswer, Ticket
@@ -199,10 +199,12 @@ class HttpApp:
             raise ticket.failure.exception()
         return ticket
 
-    async def stream(self, context: RequestContext, request: Request, format_event: FormatEvent) -> StreamingAnswer:
+    async def stream(
+        self, context: RequestContext, request: Request, format_event: FormatEvent, framing: Framing = EVENTS
+    ) -> StreamingAnswer:
         """Answer with events as they come. `format_event` makes their bytes, the end or the error included."""
         ticket = await self.submit(context, request, format_event)
-        return StreamingAnswer(context, ticket, SSE, b": ping\n", b":\n", self.config.ping_seconds)
+        return StreamingAnswer(context, ticket, framing, self.config.ping_seconds)
 
     async def document(
         self,
@@ -220,7 +222,7 @@ class HttpApp:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ended.wait(), PLAIN_SECONDS)
         if not ended.is_set():
-            return StreamingAnswer(context, ticket, JSON, b" ", b" ", min(BLANK_SECONDS, self.config.ping_seconds))
+            return StreamingAnswer(context, ticket, DOCUMENT, min(BLANK_SECONDS, self.config.ping_seconds))
         if ticket.failure is not None:
             raise ticket.failure.exception()
         items = []
@@ -237,7 +239,7 @@ class HttpApp:
         await asyncio.wait({task}, timeout=PLAIN_SECONDS)
         if task.done():
             return task.result()
-        return StreamingAnswer(context, TaskAnswer(task), JSON, b" ", b" ", min(BLANK_SECONDS, self.config.ping_seconds))
+        return StreamingAnswer(context, TaskAnswer(task), DOCUMENT, min(BLANK_SECONDS, self.config.ping_seconds))
 
     async def manage(self, action: SessionCommand) -> Page | Deleted:
         """What came of an order about sessions. Raises what the engine refuses it with, and Unavailable."""

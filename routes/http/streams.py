@@ -6,10 +6,10 @@ import logging
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from routes.http.connections import Cut
-from routes.http.replies import Response, dumps, error_document
+from routes.http.replies import JSON, NDJSON, SSE, Response, dumps, error_document
 from rwkv_batch.errors import EngineFailed, RwkvBatchError
 from rwkv_batch.ipc.client import Ticket
 from rwkv_batch.request import Event
@@ -23,28 +23,40 @@ SLICE_SECONDS = 0.25  # longest time a pool thread waits for one answer
 NUDGE = object()  # in the queue of an answer: write something, for the client may be gone
 
 
+class Framing(NamedTuple):
+    """What a stream is, and what may be written into it that nobody takes for content.
+
+    ping   sent when nothing was for `ping_seconds`
+    nudge  sent to make a write fail when the client may be gone
+    """
+
+    content_type: str
+    ping: bytes
+    nudge: bytes
+
+
+EVENTS = Framing(SSE, b": ping\n", b":\n")
+DOCUMENT = Framing(JSON, b" ", b" ")  # one JSON text behind blanks
+LINES = Framing(NDJSON, b" ", b" ")  # JSON texts, one on each line; an empty line would be none
+
+
 class StreamingAnswer:
     """An answer in progress, pulled by Robyn from its thread pool: an iterator, because a generator that was never started
-    has no finaliser.
-
-    ping   sent when nothing was for `ping_seconds` (s)
-    nudge  sent to make a write fail when the client may be gone
+    has no finaliser. A ping is due when nothing was sent for `ping_seconds` (s).
     """
 
     def __init__(
         self,
         context: "RequestContext",
         ticket: "Ticket | TaskAnswer",
-        content_type: str,
-        ping: bytes,
-        nudge: bytes,
+        framing: Framing,
         ping_seconds: float,
     ):
         self.context = context
-        self.content_type = content_type
+        self.content_type = framing.content_type
         self._ticket = ticket
-        self._ping = ping
-        self._nudge = nudge
+        self._ping = framing.ping
+        self._nudge = framing.nudge
         self._ping_seconds = ping_seconds
         self._wrote_at = time.monotonic()
         self._held: Any = None  # taken from the queue behind what was just returned
@@ -96,7 +108,7 @@ class StreamingAnswer:
         self._close("done")
         if was_cut:
             raise StopIteration
-        return dumps(error_document(self._error, self.context.nested)).encode()
+        return dumps(error_document(self._error, self.context.form)).encode()
 
     def _with_rest(self, item: bytes) -> bytes:
         parts = [item]

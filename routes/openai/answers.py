@@ -151,7 +151,7 @@ class Formatter:
     def chunks(self, event: Event) -> bytes | None:
         """Take one event; return the bytes to send, if any. The usage is told when asked for, [DONE] after success only."""
         if isinstance(event, Failure):
-            return sse(error_document(event.exception(), nested=True))
+            return sse(error_document(event.exception(), form="openai"))
         out = []
         for scored in event.scores:
             self.take_scores(scored)
@@ -173,7 +173,7 @@ class Formatter:
 
     def _last_chunks(self) -> str:
         if self.error is not None:
-            return sse(error_document(self.error, nested=True)).decode()
+            return sse(error_document(self.error, form="openai")).decode()
         usage = f'{self._chunk_head}[], "usage": {dumps(self.usage())}}}\n\n' if self.tells_usage else ""
         return usage + DONE.decode()
 

@@ -182,7 +182,7 @@ class ResponseFormatter(Formatter):
         )
 
     def _failed(self, error: RwkvBatchError) -> bytes:
-        return self._event("error", **error_document(error, nested=True))
+        return self._event("error", **error_document(error, form="openai"))
 
     def _event(self, name: str, **more: Any) -> bytes:
         data = dumps({"type": name, "sequence_number": self._num_events, **more})

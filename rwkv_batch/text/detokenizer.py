@@ -78,9 +78,11 @@ class TextStream:
 
     Bytes that were fed and not shown are held back: they may become a stop text, or a character whose end is to come.
     Invalid bytes are shown as U+FFFD. What is held back when the row ends is shown if it was no stop after all and is whole.
+
+    stop_text  the one that ended the row, if one did
     """
 
-    __slots__ = ("_held", "_node", "_num_shown", "_partly_shown", "_stops", "_token_bytes", "_unshown")
+    __slots__ = ("_held", "_node", "_num_shown", "_partly_shown", "_stops", "_token_bytes", "_unshown", "stop_text")
 
     def __init__(self, token_bytes: Sequence[bytes | None], stops: Stops):
         self._token_bytes = token_bytes
@@ -90,6 +92,7 @@ class TextStream:
         self._num_shown = 0  # leading ids whose bytes are all shown
         self._unshown: list[bytes] = []  # bytes of the ids after them
         self._partly_shown = 0  # how many bytes of the first of these are shown
+        self.stop_text: bytes | None = None
 
     def arm(self, stops: Stops) -> None:
         """Let `stops` end the row from the next token on."""
@@ -120,7 +123,9 @@ class TextStream:
         self._unshown.append(data)
         self._node, depth, end, length = self._stops.advance(self._node, data)
         if length:
-            return self._show(num_before + end - length), True
+            end += num_before
+            self.stop_text = self._held[end - length : end]
+            return self._show(end - length), True
         return self._show(len(self._held) - depth), False
 
     def finish(self) -> str:
