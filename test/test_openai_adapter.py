@@ -23,9 +23,11 @@ from routes.http.access import Secrets
 from routes.http.context import RequestContext
 from routes.http.http_app import HttpApp
 from routes.http.replies import error_document
-from routes.openai.answers import ChatFormatter, CompletionFormatter
+from routes.openai.answers import CompletionFormatter
+from routes.openai.chat_answers import ChatFormatter
 from routes.openai.reasoning import ReasoningParser
-from routes.openai.responses import ResponseBody, ResponseFormatter
+from routes.openai.response_answers import ResponseFormatter
+from routes.openai.response_body import ResponseBody
 from routes.openai.schemas import ChatBody, CompletionBody, GenerationBody, read
 from routes.openai.tokens import detokenize, tokenize
 from rwkv_batch.config import Config

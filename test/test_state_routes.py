@@ -12,7 +12,7 @@ import quiet_robyn  # noqa: F401
 from routes.http.context import RequestContext
 from routes.http.replies import Response
 from routes.native import state
-from routes.openai.responses import ResponseBody
+from routes.openai.response_body import ResponseBody
 from routes.schemas import validate
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, StorageFailed

@@ -5,7 +5,8 @@ from urllib.parse import unquote
 from routes.http.context import RequestContext
 from routes.http.replies import Response, json_reply
 from routes.http.streams import Reply
-from routes.openai.answers import ChatFormatter, CompletionFormatter, Formatter
+from routes.openai.answers import CompletionFormatter, Formatter
+from routes.openai.chat_answers import ChatFormatter
 from routes.openai.schemas import ChatBody, CompletionBody, read
 from rwkv_batch.errors import InvalidRequest, NotFound
 from rwkv_batch.request import Request
