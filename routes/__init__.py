@@ -3,7 +3,9 @@
 from typing import Literal, NamedTuple
 
 from routes import admin, dialects, page
+from routes.anthropic import messages
 from routes.http.context import Access, Handler
+from routes.http.replies import Form
 from routes.native import batch, big_batch, chat, fim, state, translate
 from routes.openai import chat as openai_chat
 from routes.openai import responses, tokens
@@ -16,7 +18,7 @@ class Route(NamedTuple):
     path: str
     handler: Handler
     access: Access = "password"
-    form: Literal["native", "openai", "chat"] = "native"  # of errors; chat: as dialects.form_of_errors says
+    form: Form | Literal["chat"] = "native"  # of errors; chat: as dialects.form_of_errors says
     may_be_empty: bool = False  # a POST without a body is one with an empty object
     takes_file: bool = False  # the body is a file, the fields are in the URL
 
@@ -38,7 +40,7 @@ def openai_routes(base: str) -> list[Route]:
             f"{start}/apply-template": ("POST", tokens.apply_template),
             f"{start}/tokenizer_info": ("GET", tokens.tokenizer_info),
         }
-    public = {f"{base}/models": openai_chat.models, f"{base}/models/*model": openai_chat.model}
+    public = {f"{base}/models": dialects.models, f"{base}/models/*model": dialects.model}
     public |= {f"{start}/health": openai_chat.health for start in (base, beside)}
     return [
         *(Route(method, path, handler, form="openai") for path, (method, handler) in at.items()),
@@ -55,6 +57,8 @@ ROUTES = [
     Route("POST", "/openai/v1/chat/completions", openai_chat.chat_completions, form="openai"),
     *openai_routes("/v1"),
     *openai_routes("/openai/v1"),
+    Route("POST", "/v1/messages", messages.create, form="anthropic"),
+    Route("POST", "/v1/messages/count_tokens", messages.count_tokens, form="anthropic"),
     Route("POST", "/v2/chat/completions", chat.completions_v2),
     Route("POST", "/v3/chat/completions", chat.completions_v3),
     Route("POST", "/FIM/v1/batch-FIM", fim.batch_fim),

@@ -1,7 +1,9 @@
-"""Which of the two dialects a chat is in, on the paths that take both."""
+"""Which dialect a call is in, on the paths that take several."""
 
 from typing import Any
+from urllib.parse import unquote
 
+from routes.anthropic import messages as anthropic
 from routes.http.context import RequestContext
 from routes.http.replies import Form
 from routes.http.streams import Reply
@@ -29,3 +31,16 @@ async def chat_completions(context: RequestContext) -> Reply:
     is_chat = context.body.get("contents") is None and context.body.get("messages") is not None
     context.form = "openai" if is_chat else "native"
     return await (openai_chat.chat_completions(context) if is_chat else native_chat.completions(context))
+
+
+async def models(context: RequestContext) -> Reply:
+    """GET models, in the form that the client's headers ask for."""
+    return await (anthropic.models if anthropic.is_spoken(context) else openai_chat.models)(context)
+
+
+async def model(context: RequestContext) -> Reply:
+    """GET models/{id}, likewise."""
+    if anthropic.is_spoken(context):
+        context.form = "anthropic"
+        return await anthropic.model(context, unquote(context.params["model"]))
+    return await openai_chat.model(context)

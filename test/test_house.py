@@ -18,6 +18,7 @@ FOLDERS = {"cuda": 16}
 COVERED_BY = {
     "app": "test_app",
     "routes/admin": "test_openai_routes",
+    "routes/anthropic": "test_anthropic",
     "routes/dialects": "test_live_native",
     "routes/http": "test_native",
     "routes/http/connections": "test_live_load",

@@ -45,6 +45,12 @@ RESPONSES = [
     {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}], "stream": True, "max_output_tokens": 4},
     {"input": "a", "previous_response_id": "resp_none", "reasoning": {"effort": "low"}, "max_output_tokens": 4},
 ]
+TOLD = [
+    {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "x", "signature": "s"}, {"type": "text", "text": "y"}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "z"}]}]},
+]
+MESSAGE = {"messages": TOLD, "max_tokens": 4, "system": [{"type": "text", "text": "be nice"}], "stop_sequences": ["a"]}
 TURN = {"contents": ["User: a\n\nAssistant:"], "session_id": "f2", "max_tokens": 4}
 TRANSLATE = {
     "source_lang": "auto",
@@ -55,6 +61,11 @@ TRANSLATE = {
 
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [NATIVE, {**NATIVE, "stream": True, "chunk_size": 1}, *CHATS],
+    "/v1/messages": [
+        {**MESSAGE, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "metadata": {"user_id": "u"}},
+        {**MESSAGE, "stream": True, "thinking": {"type": "enabled", "budget_tokens": 1024}, "output_config": {"effort": "low"}},
+    ],
+    "/v1/messages/count_tokens": [{"messages": TOLD, "system": "be nice", "thinking": {"type": "adaptive"}}],
     "/v2/chat/completions": [{**NATIVE, "pad_zero": True}, {**NATIVE, "stream": True}],
     "/v3/chat/completions": [{"messages": TALK, "max_tokens": 4, "enable_think": True}, {**NATIVE, "stream": True}],
     "/FIM/v1/batch-FIM": [{"prefix": ["a", "b"], "suffix": ["c", "d"], "max_tokens": 4, "stream": stream} for stream in (0, 1)],
