@@ -5,7 +5,7 @@ from typing import Any
 from routes.anthropic.schemas import MessagesChat
 from routes.http.context import RequestContext
 from routes.http.replies import dumps, error_document
-from routes.openai.answers import ChatFormatter
+from routes.openai.chat_answers import ChatFormatter
 from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.request import Delta, Event, Failure, Finish, Request
 
