@@ -153,28 +153,28 @@ Event = Progress | Failure
 class Sequence:
     """One row being decoded.
 
-    prompt       ids to feed before the first sampling; when settling, ids to feed before the state is kept
-    num_fed      ids of `prompt` already put into a plan
-    num_sampled  samplings already put into a plan; runs one ahead of the ids the host has seen
-    slot         index into the state arrays, -1 while waiting and after the end
-    initial      the state to start from (a `Snapshot`), None for the empty one
-    cached       leading ids of `prompt` that `initial` has seen already
-    num_waits    times it waited for a row of another request to feed what their prompts share
-    cuts         places in `prompt`, ascending, where a plan must stop, because the state there is wanted
-    mask         which tokens may be sampled next (an `engine.token_mask.TokenMask`), None for all
-    settling     whether the row has ended and only its state is brought to the end of the visible text
+    prompt         ids to feed before the first sampling; when finalizing, ids to feed before the state is kept
+    num_prefilled  ids of `prompt` already put into a plan
+    num_sampled    samplings already put into a plan; runs one ahead of the ids the host has seen
+    slot           index into the state arrays, -1 while waiting and after the end
+    initial        the state to start from (a `Snapshot`), None for the empty one
+    cached         leading ids of `prompt` that `initial` has seen already
+    num_waits      times it waited for a row of another request to feed what their prompts share
+    cuts           places in `prompt`, ascending, where a plan must stop, because the state there is wanted
+    mask           which tokens may be sampled next (an `engine.token_mask.TokenMask`), None for all
+    finalizing     whether the row has ended and only its state is brought to the end of the visible text
     """
 
     __slots__ = (
-        "cached", "cuts", "index", "initial", "mask", "num_fed", "num_sampled", "num_waits", "prompt", "request", "settling",
-        "slot",
+        "cached", "cuts", "finalizing", "index", "initial", "mask", "num_prefilled", "num_sampled", "num_waits", "prompt",
+        "request", "slot",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int):
         self.request = request
         self.index = index
         self.prompt = request.prompts[index // request.copies]
-        self.num_fed = 0
+        self.num_prefilled = 0
         self.num_sampled = 0
         self.slot = -1
         self.initial = None
@@ -182,8 +182,8 @@ class Sequence:
         self.num_waits = 0
         self.cuts: list[int] = []
         self.mask = None
-        self.settling = False
+        self.finalizing = False
 
     def __repr__(self) -> str:
-        fed = f"fed {self.num_fed}/{len(self.prompt)}, sampled {self.num_sampled}"
+        fed = f"fed {self.num_prefilled}/{len(self.prompt)}, sampled {self.num_sampled}"
         return f"Sequence({self.request.id!r}[{self.index}], slot {self.slot}, {fed})"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rwkv_batch.request import Request, Sequence
-from rwkv_batch.scheduling.plan import PIECE
+from rwkv_batch.scheduling.plan import PREFILL_CHUNK
 from rwkv_batch.scheduling.prefix_cache import BLOCK, MAX_WAITS, PrefixCache
 from rwkv_batch.scheduling.scheduler import Scheduler
 from sampling.params import SamplingParams
@@ -89,7 +89,7 @@ class Life:
 
     def __init__(self, num_spare: int, budget: int, busy: int | None, mixed: bool, cached: bool, others: list[Sent]):
         self.num_spare = num_spare
-        self.smallest_budget = min(budget, max(busy or budget, min(PIECE, budget)))
+        self.smallest_budget = min(budget, max(busy or budget, min(PREFILL_CHUNK, budget)))
         self.mixed = mixed
         prefixes = PrefixCache(10_000, min_tokens=64, every_tokens=256) if cached else None
         self.scheduler = Scheduler(
@@ -138,7 +138,7 @@ class Life:
         block of it, it pauses for a plan. It may see all of this once for itself, and once for each row of others that it
         waits for in vain. Where plans do not mix, every second one decodes.
         """
-        turn = max(min(PIECE, self.smallest_budget), self.smallest_budget // 4 // PIECE * PIECE)
+        turn = max(min(PREFILL_CHUNK, self.smallest_budget), self.smallest_budget // 4 // PREFILL_CHUNK * PREFILL_CHUNK)
         rounds = -(-length // turn) + 1
         once = rounds * (self.num_spare + 1) + length // BLOCK + 1
         waits = MAX_WAITS if self.scheduler.prefixes is not None else 0

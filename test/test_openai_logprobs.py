@@ -13,7 +13,7 @@ from test_worker import GREEDY, Harness
 from rwkv_batch.engine import logprobs
 from rwkv_batch.request import Progress, Request, Sequence, TokenLogprob
 from rwkv_batch.scheduling import plan
-from rwkv_batch.scheduling.plan import PromptQueue
+from rwkv_batch.scheduling.plan import PrefillQueue
 
 TOLERANCE = 1e-4
 PROMPT = random.Random(0).choices(range(1, 256), k=83)
@@ -163,7 +163,7 @@ def test_stops_wait_for_min_tokens():
 
 def test_scored_prompts_share_a_smaller_budget_and_hold_up_nobody(monkeypatch):
     monkeypatch.setattr(plan, "SCORED_TOKENS", 64)
-    queue = PromptQueue(256)
+    queue = PrefillQueue(256)
 
     def add(name: str, length: int, **fields) -> Sequence:
         sequence = Sequence(Request(id=name, prompts=[[1] * length], sampling=GREEDY, max_tokens=1, **fields), 0)
@@ -177,7 +177,7 @@ def test_scored_prompts_share_a_smaller_budget_and_hold_up_nobody(monkeypatch):
     assert sum(rows.values()) - rows["c"] == 64
     for _ in range(9):
         assert sum(len(row.ids) for row in queue.take()) <= 64
-    assert (first.num_fed, second.num_fed, other.num_fed) == (300, 300, 150)
+    assert (first.num_prefilled, second.num_prefilled, other.num_prefilled) == (300, 300, 150)
     assert not queue
 
 

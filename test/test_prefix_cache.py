@@ -203,7 +203,7 @@ def test_nodes_are_bounded(monkeypatch):
         sequence.slot = 0
         assert cache.start(sequence, lambda row: True)
         for end in [*sequence.cuts, len(prompt)]:
-            sequence.num_fed = end
+            sequence.num_prefilled = end
             cache.fed(sequence, State)
         cache.end(sequence)
         assert len(cache._nodes) <= 50
@@ -335,12 +335,12 @@ def check_scheduling(seed: int) -> int:
                 sequence.initial = None
             if row.ids:
                 seen[sequence].tokens += row.ids
-                assert seen[sequence].tokens == sequence.prompt[: sequence.num_fed]
+                assert seen[sequence].tokens == sequence.prompt[: sequence.num_prefilled]
                 scheduler.resume(cache.fed(sequence, lambda: Seen(seen[sequence].tokens)))  # noqa: B023 - called at once
         for row in plan.rows if plan else ():
             sequence, failed = row.sequence, rng.random() < 0.01
             if failed or (row.sample and sequence.num_sampled == sequence.request.max_tokens):
-                scheduler.finish(sequence, poisoned=failed)
+                scheduler.finish(sequence, nonfinite=failed)
                 live[sequence.request.id].discard(sequence)
                 if not live[sequence.request.id]:
                     del live[sequence.request.id]

@@ -10,7 +10,7 @@ from collections import Counter, deque
 import pytest
 
 from rwkv_batch.request import Request, Sequence
-from rwkv_batch.scheduling.plan import PIECE, Plan, Row
+from rwkv_batch.scheduling.plan import PREFILL_CHUNK, Plan, Row
 from rwkv_batch.scheduling.scheduler import Scheduler
 from sampling.params import SamplingParams
 
@@ -156,14 +156,14 @@ class Simulation:
         return [row for rows in self.live.values() for row in rows if row.slot >= 0]
 
     def rows_with_prompt_left(self) -> list[Sequence]:
-        return [row for row in self.running_rows() if row.num_fed < len(row.prompt)]
+        return [row for row in self.running_rows() if row.num_prefilled < len(row.prompt)]
 
     def decoding_rows(self) -> list[Sequence]:
         """Rows that must be in a plan that decodes."""
         return [
             row
             for row in self.running_rows()
-            if row.num_fed == len(row.prompt) and 0 < self.num_planned[row] < row.request.max_tokens
+            if row.num_prefilled == len(row.prompt) and 0 < self.num_planned[row] < row.request.max_tokens
         ]
 
     def turn(self, name: str) -> int:
@@ -250,7 +250,7 @@ class Simulation:
             self.check_budget(prompt_rows)
         for row in rows:
             assert row.sequence.num_sampled == self.num_planned[row.sequence]
-            assert row.sequence.num_fed == len(self.fed[row.sequence])
+            assert row.sequence.num_prefilled == len(self.fed[row.sequence])
 
     def check_kinds_alternate(self, decodes: bool, feeds: bool, can_decode: bool) -> None:
         """One kind a plan; while both have work, never twice the same."""
@@ -269,28 +269,30 @@ class Simulation:
         fed += row.ids
         assert fed == sequence.prompt[: len(fed)]
         complete = len(fed) == len(sequence.prompt)
-        assert complete or len(row.ids) % min(PIECE, self.budget) == 0
+        assert complete or len(row.ids) % min(PREFILL_CHUNK, self.budget) == 0
         assert row.sample == (complete and sequence.request.max_tokens > 0)
         self.num_planned[sequence] += row.sample
 
     def check_budget(self, prompt_rows: list[Row]) -> None:
         """The budget is kept, is used up while prompts are left, and nobody with a prompt left is forgotten."""
-        num_fed = Counter()
+        num_prefilled = Counter()
         for row in prompt_rows:
-            num_fed[row.sequence.request.id] += len(row.ids)
-        total = num_fed.total()
+            num_prefilled[row.sequence.request.id] += len(row.ids)
+        total = num_prefilled.total()
         assert total <= self.budget
         left = {row.request.id for row in self.rows_with_prompt_left()}
         if left:
-            assert total > self.budget - min(PIECE, self.budget)
-        self.check_turns(left, num_fed)
+            assert total > self.budget - min(PREFILL_CHUNK, self.budget)
+        self.check_turns(left, num_prefilled)
 
-    def check_turns(self, left: set[str], num_fed: Counter[str]) -> None:
+    def check_turns(self, left: set[str], num_prefilled: Counter[str]) -> None:
         """Between two plans that feed a request, each of the others has one turn at most."""
-        turn = max(min(PIECE, self.budget), self.budget // 4)
-        at_its_turn = len(left | set(num_fed)) * turn
+        turn = max(min(PREFILL_CHUNK, self.budget), self.budget // 4)
+        at_its_turn = len(left | set(num_prefilled)) * turn
         self.may_lag = {
-            name: at_its_turn if name in num_fed else self.may_lag.get(name, at_its_turn + num_fed.total()) - num_fed.total()
+            name: at_its_turn
+            if name in num_prefilled
+            else self.may_lag.get(name, at_its_turn + num_prefilled.total()) - num_prefilled.total()
             for name in left
         }
         assert min(self.may_lag.values(), default=0) >= 0, "a prompt is held up"
@@ -346,13 +348,13 @@ def test_row_is_planned_until_it_is_finished():
 
 
 @pytest.mark.parametrize("end", ["finish", "cancel"])
-def test_settling_row_feeds_its_last_ids_and_keeps_its_slot(end):
+def test_finalizing_row_feeds_its_last_ids_and_keeps_its_slot(end):
     """The ids that bring a state to the end of the visible text are fed like a prompt, but start and sample nothing."""
     scheduler = scheduler_of(1, prefill_budget=16)
     (sequence,) = scheduler.add(request("a", [5], max_tokens=9))
     scheduler.next_plan()
     scheduler.next_plan()
-    scheduler.settle(sequence, [7] * 20)
+    scheduler.finalize(sequence, [7] * 20)
     (row,) = scheduler.next_plan().rows
     assert (row.ids, row.sample, row.start, sequence.slot) == ([7] * 16, False, False, 0)
     if end == "finish":
@@ -570,7 +572,7 @@ def test_turns_are_as_short_as_plans_are_small(num_long):
     scheduler.add(request("short", [40]))
     plans = [rows_of(scheduler.next_plan()) for _ in range(2 * (num_long // 4 + 1))]
     assert ("short", 0, 40, True) in [row for plan in plans for row in plan]
-    assert sum(tokens for _, _, tokens, _ in plans[0] + plans[1]) > 512 - PIECE
+    assert sum(tokens for _, _, tokens, _ in plans[0] + plans[1]) > 512 - PREFILL_CHUNK
 
 
 def test_cuts_give_a_request_no_more_than_its_turns():
@@ -582,8 +584,8 @@ def test_cuts_give_a_request_no_more_than_its_turns():
         turn = max(32, budget // 4)
         for _ in range(15_000 // budget):
             scheduler.next_plan()
-            num_fed = [sequence.num_fed for sequence in sequences]
-            assert max(num_fed) - min(num_fed[1:]) <= 2 * turn
+            num_prefilled = [sequence.num_prefilled for sequence in sequences]
+            assert max(num_prefilled) - min(num_prefilled[1:]) <= 2 * turn
 
 
 def test_prompts_and_decoding_alternate_where_a_plan_cannot_mix():

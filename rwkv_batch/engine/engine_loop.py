@@ -2,7 +2,7 @@
 
 Callers submit and cancel from any thread; what a step brought is delivered once, grouped by owner. The step after is already
 submitted when a step's ids are read, so a row that stops has run one step too many: that overshoot is dropped here, and a row
-whose state is kept is settled, which means brought to exactly the text that was shown.
+whose state is kept is finalized, which means brought to exactly the text that was shown.
 """
 
 import logging
@@ -206,12 +206,12 @@ class EngineLoop(Admission):
         if row.start:
             self.note_start(text.active)
         keep_prefix(self.engine, self.scheduler, row.sequence)
-        if text.lease is not None and row.sequence.num_fed == len(row.sequence.prompt):
+        if text.lease is not None and row.sequence.num_prefilled == len(row.sequence.prompt):
             self._after_prompt(row.sequence, text)
 
     def _after_prompt(self, sequence: Sequence, row: RowOutput) -> None:
         """The ids to feed of a row whose state is kept are all fed."""
-        if not sequence.settling and sequence.request.max_tokens > 0:
+        if not sequence.finalizing and sequence.request.max_tokens > 0:
             self._checkpoint(sequence, row)
             return
         row.reason = row.reason or "length"
@@ -219,9 +219,9 @@ class EngineLoop(Admission):
 
     def _checkpoint(self, sequence: Sequence, row: RowOutput) -> None:
         """Keep the state every CHECKPOINT_TOKENS ids; it holds one generated id less than were sampled."""
-        num_fed = sequence.num_sampled - 1
-        if num_fed % CHECKPOINT_TOKENS == 0:
-            row.add_checkpoint(num_fed, self.engine.take(sequence.slot))
+        num_generated = sequence.num_sampled - 1
+        if num_generated % CHECKPOINT_TOKENS == 0:
+            row.add_checkpoint(num_generated, self.engine.take(sequence.slot))
 
     def _read(self, step: Step) -> None:
         """Turn a step's ids into text; end rows that stopped."""
@@ -240,7 +240,7 @@ class EngineLoop(Admission):
         if row.lease is not None and row.lease.revoked:
             raise Conflict("the session was deleted during the turn", code="session_deleted")
         if id is None:
-            self.scheduler.finish(sequence, poisoned=True)
+            self.scheduler.finish(sequence, nonfinite=True)
             self._end(sequence, self._rows.pop(sequence), "error")
             return
         self._totals["generation_tokens_total"] += 1
@@ -267,7 +267,7 @@ class EngineLoop(Admission):
             return
         self.engine.put(sequence.slot, snapshot)
         row.checkpoints.clear()
-        self.scheduler.settle(sequence, ids)
+        self.scheduler.finalize(sequence, ids)
 
     def _commit(self, sequence: Sequence, row: RowOutput, snapshot: Snapshot) -> None:
         """Give the state away to be kept. The row's text is delivered now, its end when the state is kept."""
@@ -343,7 +343,7 @@ def stats_of(scheduler: Scheduler) -> dict[str, int | float]:
 def keep_prefix(engine: Engine, scheduler: Scheduler, sequence: Sequence) -> None:
     """A part of a prompt is fed: others may start from the state there."""
     prefixes = scheduler.prefixes
-    if prefixes is not None and not sequence.settling:
+    if prefixes is not None and not sequence.finalizing:
         followers = prefixes.fed(sequence, lambda: take_prefix(engine, sequence.slot))
         if followers:
             scheduler.resume(followers)

@@ -39,7 +39,7 @@ class Scoring:
         starts = itertools.accumulate((len(row.ids) or 1 for row in rows), initial=0)
         for row, start in zip(rows, starts, strict=False):
             if is_scored(row):
-                end = row.sequence.num_fed
+                end = row.sequence.num_prefilled
                 targets = row.sequence.prompt[end - len(row.ids) + 1 : end + 1]
                 self.sequences.append((row.sequence, len(targets)))
                 self.positions.extend(range(start, start + len(targets)))
@@ -67,7 +67,7 @@ def is_scored(row: Row) -> bool:
     sequence = row.sequence
     if not row.ids or sequence.request.prompt_logprobs is None:
         return False
-    return len(row.ids) > 1 or sequence.num_fed < len(sequence.prompt) or len(sequence.prompt) == 1
+    return len(row.ids) > 1 or sequence.num_prefilled < len(sequence.prompt) or len(sequence.prompt) == 1
 
 
 def score(logits: Tensor, ids: Tensor, targets: Tensor, num_top: int) -> Scores:

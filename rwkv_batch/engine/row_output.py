@@ -25,7 +25,7 @@ class RowOutput:
     generated     all ids seen, only of rows whose state is kept
     checkpoints   (n, snapshot after the prompt and n generated ids), only of such rows: the newest and, before it, the last
                   one all of whose ids were shown when the newest was made
-    reason        why the row ended, while it settles
+    reason        why the row ended, while it is finalized
     logprobs      of sampled ids, not delivered yet, and how many were; only of rows that asked
     num_scored    tokens of the prompt that were scored
     prompt        ids of the prompt, with the separator from the session's text before
@@ -63,17 +63,17 @@ class RowOutput:
             self.stream.arm(stops_of(tuple(request.stop_ids), tuple(request.stop_texts)))
         return stopped
 
-    def add_checkpoint(self, num_fed: int, snapshot: Snapshot) -> None:
-        """Keep the state after `num_fed` generated ids, and the last one before it that may still be needed."""
+    def add_checkpoint(self, num_generated: int, snapshot: Snapshot) -> None:
+        """Keep the state after `num_generated` generated ids, and the last one before it that may still be needed."""
         newest = self.checkpoints[-1:]
         self.checkpoints = newest if newest and newest[0][0] <= self.stream.num_shown else self.checkpoints[:1]
-        self.checkpoints.append((num_fed, snapshot))
+        self.checkpoints.append((num_generated, snapshot))
 
     def remainder(self, tokenizer: Tokenizer) -> tuple[Snapshot, list[int]]:
         """A state inside the visible text, and the ids that bring it to the end of that text."""
         num_visible, rest = self.stream.visible()
-        num_fed, snapshot = next(c for c in reversed(self.checkpoints) if c[0] <= num_visible)
-        return snapshot, self.generated[num_fed:num_visible] + tokenizer.encode_bytes(rest)
+        num_generated, snapshot = next(c for c in reversed(self.checkpoints) if c[0] <= num_visible)
+        return snapshot, self.generated[num_generated:num_visible] + tokenizer.encode_bytes(rest)
 
     def newlines(self, tokenizer: Tokenizer) -> int:
         """Return how many newlines, two at most, the text of prompt and answer ends in."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rwkv_batch.request import Sequence
 
-PIECE = 32  # prompts are cut at multiples of this many tokens, the chunk of the matrix form of prefill
+PREFILL_CHUNK = 32  # prompts are cut at multiples of this many tokens, the chunk of the matrix form of prefill
 SCORED_TOKENS = 512  # a plan feeds of prompts whose every token is scored: their logits are 256 KiB a token
 
 
@@ -79,7 +79,7 @@ class Batch:
         return rows
 
 
-class PromptQueue:
+class PrefillQueue:
     """The started sequences whose prompts are not wholly fed, and who of them is fed next.
 
     Requests take turns. A turn is up to a quarter of what the plan may feed, spent on the request's sequences in order: short
@@ -90,14 +90,14 @@ class PromptQueue:
     """
 
     def __init__(self, budget: int, may_begin: Callable[[Sequence], bool] = lambda sequence: True):
-        """Pieces are multiples of PIECE, or of a smaller budget, or end at a cut or a prompt's end.
+        """Chunks are multiples of PREFILL_CHUNK, or of a smaller budget, or end at a cut or a prompt's end.
 
         budget     tokens a plan may feed, >= 1
         may_begin  called before a sequence is fed first; False: it is to be forgotten, and added again later
         """
         self.budget = budget
         self._may_begin = may_begin
-        self._piece = min(PIECE, budget)
+        self._chunk = min(PREFILL_CHUNK, budget)
         self._requests: OrderedDict[str, deque[Sequence]] = OrderedDict()  # the next to have its turn is first
         self._rests: dict[str, int] = {}  # tokens left of turns that ended with the plan or at a cut
 
@@ -110,7 +110,7 @@ class PromptQueue:
         return sequences is not None and sequences[0] is sequence
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence whose prompt is to be fed from `num_fed` on, behind those of its request."""
+        """Queue a sequence whose prompt is to be fed from `num_prefilled` on, behind those of its request."""
         self._requests.setdefault(sequence.request.id, deque()).append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -124,12 +124,12 @@ class PromptQueue:
     def take(self, limit: int | None = None) -> list[Row]:
         """Return the rows of the next plan and forget the sequences they complete.
 
-        They feed at most `budget` tokens together, and at most `limit`, or a piece, where that is less.
+        They feed at most `budget` tokens together, and at most `limit`, or a chunk, where that is less.
         """
         fed_before: dict[Sequence, int] = {}
         paused: list[Sequence] = []
-        left, scored_left = min(self.budget, max(limit or self.budget, self._piece)), SCORED_TOKENS
-        turn = max(self._piece, left // 4 // self._piece * self._piece)
+        left, scored_left = min(self.budget, max(limit or self.budget, self._chunk)), SCORED_TOKENS
+        turn = max(self._chunk, left // 4 // self._chunk * self._chunk)
         passed_over: list[tuple[str, deque[Sequence]]] = []  # scored ones that wait for the next plan
         while self._requests:
             request_id, sequences = self._requests.popitem(last=False)
@@ -137,10 +137,10 @@ class PromptQueue:
             rest = min(self._rests.pop(request_id, turn), turn)
             num_paused = len(paused)
             spent = self._take_turn(sequences, min(rest, left, scored_left if scored else left), fed_before, paused)
-            goes_on = rest - spent >= self._piece and (bool(sequences) or len(paused) > num_paused)
+            goes_on = rest - spent >= self._chunk and (bool(sequences) or len(paused) > num_paused)
             if goes_on:
                 self._rests[request_id] = rest - spent
-            if scored and not spent and left >= self._piece:
+            if scored and not spent and left >= self._chunk:
                 passed_over.append((request_id, sequences))
                 continue
             if sequences:
@@ -172,16 +172,16 @@ class PromptQueue:
         left = limit
         while sequences:
             sequence = sequences[0]
-            if sequence.num_fed == sequence.cached and not self._may_begin(sequence):
+            if sequence.num_prefilled == sequence.cached and not self._may_begin(sequence):
                 sequences.popleft()
                 continue
             end = sequence.cuts[0] if sequence.cuts else len(sequence.prompt)
-            rest = end - sequence.num_fed
-            num_tokens = rest if rest <= left else left // self._piece * self._piece
+            rest = end - sequence.num_prefilled
+            num_tokens = rest if rest <= left else left // self._chunk * self._chunk
             if not num_tokens:
                 break
-            fed_before.setdefault(sequence, sequence.num_fed)
-            sequence.num_fed += num_tokens
+            fed_before.setdefault(sequence, sequence.num_prefilled)
+            sequence.num_prefilled += num_tokens
             left -= num_tokens
             if num_tokens == rest:
                 sequences.popleft()
@@ -191,11 +191,11 @@ class PromptQueue:
 
 
 def _prompt_row(sequence: Sequence, start: int) -> Row:
-    """Return the row that feeds the prompt from `start` to `num_fed`."""
-    complete = sequence.num_fed == len(sequence.prompt)
+    """Return the row that feeds the prompt from `start` to `num_prefilled`."""
+    complete = sequence.num_prefilled == len(sequence.prompt)
     return Row(
         sequence=sequence,
-        ids=sequence.prompt[start : sequence.num_fed],
-        sample=complete and sequence.request.max_tokens > 0 and not sequence.settling,
-        start=start == sequence.cached and not sequence.settling,
+        ids=sequence.prompt[start : sequence.num_prefilled],
+        sample=complete and sequence.request.max_tokens > 0 and not sequence.finalizing,
+        start=start == sequence.cached and not sequence.finalizing,
     )

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rwkv_batch.request import Sequence
-from rwkv_batch.scheduling.plan import PIECE
+from rwkv_batch.scheduling.plan import PREFILL_CHUNK
 
-BLOCK = PIECE  # tokens
+BLOCK = PREFILL_CHUNK  # tokens
 TAIL = 16  # tokens fed after the last state: products over fewer rows are summed in another order
 MAX_NODES = 65_536  # two million tokens of prompts seen
 MAX_WAITS = 2  # of a row for rows of other requests, which may be cancelled before they are there
@@ -137,7 +137,7 @@ class PrefixCache:
     def begin(self, sequence: Sequence, is_next: Callable[[Sequence], bool]) -> bool:
         """A row's turn has come: choose once more, as far as its followers allow. Returns the same as `start`."""
         way = self._ways.get(sequence)
-        if way is None or sequence.settling:
+        if way is None or sequence.finalizing:
             return True
         followers = (other for node in way.nodes for other in node.waiting if self._ways[other].leader is sequence)
         may_wait = all(follower.request is sequence.request for follower in followers)
@@ -163,22 +163,22 @@ class PrefixCache:
         return way is not None and way.waits_at is not None
 
     def fed(self, sequence: Sequence, take: Callable[[], Snapshot | None]) -> list[Sequence]:
-        """A row was fed up to `num_fed`: keep its state, which `take` copies, if it is worth it and `take` finds memory.
+        """A row was fed up to `num_prefilled`: keep its state, which `take` copies, if it is worth it and `take` finds memory.
 
         Returns rows that waited for it and go on from there, or without it from their first token.
         """
         way = self._ways.get(sequence)
-        depth, rest = divmod(sequence.num_fed, BLOCK)
-        is_cut = bool(sequence.cuts) and sequence.cuts[0] == sequence.num_fed
+        depth, rest = divmod(sequence.num_prefilled, BLOCK)
+        is_cut = bool(sequence.cuts) and sequence.cuts[0] == sequence.num_prefilled
         if is_cut:
             sequence.cuts.pop(0)
         if way is None or rest or not 0 < depth <= len(way.nodes):
             return []
-        if not is_cut and sequence.num_fed - way.kept < self.every_tokens:
+        if not is_cut and sequence.num_prefilled - way.kept < self.every_tokens:
             return []
         node = way.nodes[depth - 1]
         snapshot = node.snapshot or take()
-        way.kept = sequence.num_fed
+        way.kept = sequence.num_prefilled
         if snapshot is not None:
             self._store(node, snapshot)
         followers, node.waiting = node.waiting, []
@@ -190,17 +190,17 @@ class PrefixCache:
             self._plan_end(follower, way)
         return followers
 
-    def end(self, sequence: Sequence, *, poisoned: bool = False) -> list[Sequence]:
+    def end(self, sequence: Sequence, *, nonfinite: bool = False) -> list[Sequence]:
         """A started row has ended; return rows that waited for it and are to start anew, in order.
 
-        poisoned  its numbers were not finite: no row shall start from what it started from or left
+        nonfinite  its numbers were not finite: no row shall start from what it started from or left
         """
         way = self._ways.get(sequence)
         if way is None:
             return []
         if way.waits_at is not None:
             way.waits_at.waiting.remove(sequence)
-        if poisoned:
+        if nonfinite:
             for node in way.nodes:
                 self._drop_state(node)
         thrown_back = [sequence]  # who waits for a row that waited is thrown back with it
@@ -259,7 +259,7 @@ class PrefixCache:
         self._totals["prefix_hits_total"] += sequence.initial is None
         self._totals["prefix_cached_tokens_total"] += node.num_tokens - sequence.cached
         sequence.initial = snapshot
-        sequence.num_fed = sequence.cached = way.kept = node.num_tokens
+        sequence.num_prefilled = sequence.cached = way.kept = node.num_tokens
         sequence.cuts = [cut for cut in sequence.cuts if cut > node.num_tokens]
 
     def _plan_end(self, sequence: Sequence, way: Way) -> None:
@@ -303,7 +303,7 @@ def _claim(way: Way, sequence: Sequence, depth: int) -> None:
 def _leader(node: Node, sequence: Sequence, begin: int, is_next: Callable[[Sequence], bool]) -> Sequence | None:
     """Return a row that is at this node no later than `sequence` would be if it were fed from `begin` on, if there is one."""
     own = node.rows.get(sequence.request.id)
-    if own is not None and _will_pass(own, node) and own.num_fed >= begin:
+    if own is not None and _will_pass(own, node) and own.num_prefilled >= begin:
         return own  # it came before
     # One that is alone in its request may wait itself: it does so only for who is soon there.
     return _other_leader(node, sequence, begin, lambda row: row.request.num_rows == 1 or is_next(row))
@@ -314,15 +314,15 @@ def _other_leader(node: Node, sequence: Sequence, begin: int, is_soon: Callable[
     if sequence.num_waits >= MAX_WAITS:
         return None
     for row in node.rows.values():
-        if row.request is sequence.request or row.num_fed < begin or not _will_pass(row, node):
+        if row.request is sequence.request or row.num_prefilled < begin or not _will_pass(row, node):
             continue
-        if row.num_fed == node.num_tokens or is_soon(row):
+        if row.num_prefilled == node.num_tokens or is_soon(row):
             return row
     return None
 
 
 def _will_pass(row: Sequence, node: Node) -> bool:
     """Whether a row is on its way to this node, or is planned to stop there."""
-    if row.slot < 0 or row.settling:
+    if row.slot < 0 or row.finalizing:
         return False
-    return row.num_fed < node.num_tokens or (row.num_fed == node.num_tokens and node.num_tokens in row.cuts)
+    return row.num_prefilled < node.num_tokens or (row.num_prefilled == node.num_tokens and node.num_tokens in row.cuts)

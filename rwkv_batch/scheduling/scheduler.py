@@ -12,7 +12,7 @@ from collections import deque
 
 from rwkv_batch.request import Request, Sequence
 from rwkv_batch.scheduling.continuous_batch import ContinuousBatch
-from rwkv_batch.scheduling.plan import Batch, FreeSlots, Plan, PromptQueue, Row
+from rwkv_batch.scheduling.plan import Batch, FreeSlots, Plan, PrefillQueue, Row
 from rwkv_batch.scheduling.prefix_cache import PrefixCache
 from rwkv_batch.scheduling.sync_batch import SyncBatch
 
@@ -45,8 +45,8 @@ class Scheduler:
         self._free = FreeSlots(num_slots)
         self._batches: dict[str, Batch] = {}  # every live request
         self._queue: deque[Batch] = deque()  # those that are ready to start rows
-        self._settled = True  # whether nothing has changed since no more rows could start
-        self._prompts = PromptQueue(prefill_budget, self._may_begin)
+        self._changed = False  # whether something has changed since no more rows could start
+        self._prompts = PrefillQueue(prefill_budget, self._may_begin)
         self._decoding: dict[Sequence, Row] = {}  # rows whose prompt is fed and that may still sample
         self._masked: set[Sequence] = set()  # rows, of those that run, that sample under a mask
         self._decoded_last = True
@@ -81,16 +81,16 @@ class Scheduler:
             )
             self._batches[request.id] = batch
             self._queue.append(batch)
-            self._settled = False
+            self._changed = True
         return sequences
 
     def next_plan(self) -> Plan | None:
         """Start what may start and return the rows of the next step; None if there is nothing to run.
 
-        Counts what it plans: `num_fed` and `num_sampled` are ahead of the device. A row is planned until `finish` or `cancel`,
-        or until it has sampled `max_tokens` times; its slot is its own until then too.
+        Counts what it plans: `num_prefilled` and `num_sampled` are ahead of the device. A row is planned until `finish` or
+        `cancel`, or until it has sampled `max_tokens` times; its slot is its own until then too.
         """
-        if not self._settled:
+        if self._changed:
             self._start_rows()
         if self.mixed:
             rows = self._decode()  # before the prompts: a row decodes in the plan after the one that ends its prompt
@@ -109,27 +109,27 @@ class Scheduler:
         for sequence in sequences:
             self._prompts.add(sequence)
 
-    def finish(self, sequence: Sequence, *, poisoned: bool = False) -> None:
+    def finish(self, sequence: Sequence, *, nonfinite: bool = False) -> None:
         """End a running row: its slot is free for the next plan. KeyError if it does not run.
 
-        poisoned  its numbers were not finite
+        nonfinite  its numbers were not finite
         """
         request_id = sequence.request.id
         batch = self._batches[request_id]
         was_ready = batch.ready
         batch.running.remove(sequence)
-        self._release(sequence, poisoned=poisoned)
+        self._release(sequence, nonfinite=nonfinite)
         if batch.ready and not was_ready:
             self._queue.append(batch)
         elif not batch.running and not batch.waiting:
             del self._batches[request_id]
 
-    def settle(self, sequence: Sequence, ids: list[int]) -> None:
+    def finalize(self, sequence: Sequence, ids: list[int]) -> None:
         """Stop a running row and feed it `ids` without sampling; it keeps its slot until `finish`."""
         self._decoding.pop(sequence, None)
-        sequence.settling = True
+        sequence.finalizing = True
         sequence.prompt = ids
-        sequence.num_fed = 0
+        sequence.num_prefilled = 0
         if ids:
             self._prompts.add(sequence)
 
@@ -140,7 +140,7 @@ class Scheduler:
             return []
         if batch.ready:
             self._queue.remove(batch)
-            self._settled = False
+            self._changed = True
         for sequence in sorted(batch.running, key=lambda sequence: -sequence.index):  # those that wait for others first
             self._release(sequence)
         return sorted([*batch.running, *batch.waiting], key=lambda sequence: sequence.index)
@@ -160,7 +160,7 @@ class Scheduler:
             if batch.ready:
                 self._queue.append(batch)
         self._queue.extendleft(reversed(passed_over))
-        self._settled = True
+        self._changed = False
 
     def _admit(self, sequence: Sequence) -> None:
         """Have a row fed that has its slot, now or when the state it starts from is there."""
@@ -172,7 +172,7 @@ class Scheduler:
         return self.prefixes is None or self.prefixes.begin(sequence, self._prompts.is_next)
 
     def _feed_prompts(self) -> list[Row]:
-        """Return the next pieces of prompts; rows that sample with it decode from the next plan on."""
+        """Return the next chunks of prompts; rows that sample with it decode from the next plan on."""
         rows = self._prompts.take(self.busy_budget if self._decoding else None)
         for row in rows:
             if row.sample:
@@ -198,15 +198,15 @@ class Scheduler:
                 del self._decoding[sequence]
         return rows
 
-    def _release(self, sequence: Sequence, *, poisoned: bool = False) -> None:
+    def _release(self, sequence: Sequence, *, nonfinite: bool = False) -> None:
         """Take the slot of a row that ended, and plan it no more."""
         waits = self.prefixes is not None and self.prefixes.waits(sequence)
-        if sequence.num_fed < len(sequence.prompt) and not waits:
+        if sequence.num_prefilled < len(sequence.prompt) and not waits:
             self._prompts.remove(sequence)
         self._decoding.pop(sequence, None)
         self._masked.discard(sequence)
         self._free.give(sequence.slot)
         sequence.slot = -1
-        self._settled = False
-        for follower in self.prefixes.end(sequence, poisoned=poisoned) if self.prefixes is not None else ():
+        self._changed = True
+        for follower in self.prefixes.end(sequence, nonfinite=nonfinite) if self.prefixes is not None else ():
             self._admit(follower)
