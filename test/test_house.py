@@ -47,7 +47,6 @@ COVERED_BY = {
     "rwkv_batch/session_messages": "test_state_routes",
     "rwkv_batch/sessions": "test_state_pool",
     "rwkv_batch/shipped": "test_page",
-    "rwkv_batch/text/detokenizer": "test_text_stream",
     "sampling": "test_sampling",
 }
 

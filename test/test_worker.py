@@ -444,7 +444,7 @@ def test_an_error_inside_one_request_ends_it_alone(where, monkeypatch):
     harness.submit("after", [list(b"fine")], max_tokens=40)
     harness.worker.step()
     if where == "text":
-        next(row for s, row in harness.worker._rows.items() if s.request.id == "bad").stream = None
+        next(row for s, row in harness.worker._rows.items() if s.request.id == "bad").detokenizer = None
     harness.run()
     assert set(harness.failures) == {"bad"}
     failure = harness.failures["bad"]

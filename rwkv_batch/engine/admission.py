@@ -11,7 +11,7 @@ from rwkv_batch.errors import InvalidRequest, Overloaded, RwkvBatchError, Unavai
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Finish, Request
 from rwkv_batch.session_messages import Answer, CommitResult, Deleted, Page, SessionCommand
-from rwkv_batch.text.detokenizer import Stops
+from rwkv_batch.text.detokenizer import StopMatcher
 
 Owner = Hashable
 
@@ -72,7 +72,7 @@ class ActiveRequest:
 class Accepted(NamedTuple):
     request: Request
     owner: Owner
-    stops: Stops
+    stops: StopMatcher
     lease: Lease | RwkvBatchError | None = None
 
 
@@ -228,6 +228,6 @@ class Admission:
 
 
 @lru_cache(maxsize=32)  # of 5 MiB each at most, by the limits of the routes
-def stops_of(stop_ids: tuple[int, ...], stop_texts: tuple[bytes, ...]) -> Stops:
+def stops_of(stop_ids: tuple[int, ...], stop_texts: tuple[bytes, ...]) -> StopMatcher:
     """The stops of a request, built once for requests that follow one another."""
-    return Stops(stop_ids, stop_texts)
+    return StopMatcher(stop_ids, stop_texts)

@@ -66,7 +66,7 @@ class EngineLoop(Admission):
         """Tokens that requests have sampled and not delivered yet, by their ids."""
         found: dict[str, int] = defaultdict(int)
         for row in list(self._rows.values()):
-            found[row.active.request.id] += row.num_gathered
+            found[row.active.request.id] += row.num_undelivered
         return found
 
     def stats(self) -> dict[str, int | float]:
@@ -249,9 +249,9 @@ class EngineLoop(Admission):
         if row.feed(id, logprobs):
             self._ended(sequence, row, "stop")
         elif row.count == sequence.request.max_tokens:
-            row.gathered += row.stream.finish()
+            row.undelivered += row.detokenizer.finish()
             self._ended(sequence, row, "length")
-        elif row.gathered and 0 < sequence.request.chunk_size <= row.num_gathered:
+        elif row.undelivered and 0 < sequence.request.chunk_size <= row.num_undelivered:
             self._outbox.add_delta(sequence, row)
 
     def _ended(self, sequence: Sequence, row: RowOutput, reason: Reason) -> None:

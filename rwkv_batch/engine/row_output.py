@@ -9,11 +9,11 @@ from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Delta, Event, Failure, Finish, Progress, Reason, Request, Sequence, TokenLogprob
 from rwkv_batch.session_messages import Answer
-from rwkv_batch.text.detokenizer import Stops, TextStream
+from rwkv_batch.text.detokenizer import IncrementalDetokenizer, StopMatcher
 from rwkv_batch.text.tokenizer import Tokenizer
 
 NOT_FINITE = "the model's output for this row was not finite"
-NO_STOPS = Stops()  # until min_tokens ids were sampled
+NO_STOPS = StopMatcher()  # until min_tokens ids were sampled
 
 
 @dataclass(eq=False, slots=True)
@@ -21,7 +21,7 @@ class RowOutput:
     """The text side of one row.
 
     count         sampled ids seen
-    gathered      text safe to show that was not delivered yet, of the last `num_gathered` ids
+    undelivered   text safe to show that was not delivered yet, of the last `num_undelivered` ids
     generated     all ids seen, only of rows whose state is kept
     checkpoints   (n, snapshot after the prompt and n generated ids), only of such rows: the newest and, before it, the last
                   one all of whose ids were shown when the newest was made
@@ -29,55 +29,55 @@ class RowOutput:
     logprobs      of sampled ids, not delivered yet, and how many were; only of rows that asked
     num_scored    tokens of the prompt that were scored
     prompt        ids of the prompt, with the separator from the session's text before
-    said          text delivered, only of rows whose answer is kept for an idempotency key
+    delivered     text delivered, only of rows whose answer is kept for an idempotency key
     """
 
     active: ActiveRequest
-    stream: TextStream
+    detokenizer: IncrementalDetokenizer
     lease: Lease | None
     prompt: list[int]
     count: int = 0
-    gathered: str = ""
-    num_gathered: int = 0
+    undelivered: str = ""
+    num_undelivered: int = 0
     generated: list[int] = field(default_factory=list)
     checkpoints: list[tuple[int, Snapshot]] = field(default_factory=list)
     reason: Reason | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_reported: int = 0
     num_scored: int = 0
-    said: list[str] = field(default_factory=list)
+    delivered: list[str] = field(default_factory=list)
 
     def feed(self, id: int, logprobs: TokenLogprob | None) -> bool:
         """Take one sampled id; returns whether the text stops with it."""
-        text, stopped = self.stream.feed(id)
+        text, stopped = self.detokenizer.feed(id)
         self.count += 1
-        self.num_gathered += 1
+        self.num_undelivered += 1
         if text:
-            self.gathered += text
+            self.undelivered += text
         if logprobs is not None:
             self.logprobs.append(logprobs)
         if self.lease is not None:
             self.generated.append(id)
         request = self.active.request
         if self.count == request.sampling.min_tokens:
-            self.stream.arm(stops_of(tuple(request.stop_ids), tuple(request.stop_texts)))
+            self.detokenizer.arm(stops_of(tuple(request.stop_ids), tuple(request.stop_texts)))
         return stopped
 
     def add_checkpoint(self, num_generated: int, snapshot: Snapshot) -> None:
         """Keep the state after `num_generated` generated ids, and the last one before it that may still be needed."""
         newest = self.checkpoints[-1:]
-        self.checkpoints = newest if newest and newest[0][0] <= self.stream.num_shown else self.checkpoints[:1]
+        self.checkpoints = newest if newest and newest[0][0] <= self.detokenizer.num_shown else self.checkpoints[:1]
         self.checkpoints.append((num_generated, snapshot))
 
     def remainder(self, tokenizer: Tokenizer) -> tuple[Snapshot, list[int]]:
         """A state inside the visible text, and the ids that bring it to the end of that text."""
-        num_visible, rest = self.stream.visible()
+        num_visible, rest = self.detokenizer.visible()
         num_generated, snapshot = next(c for c in reversed(self.checkpoints) if c[0] <= num_visible)
         return snapshot, self.generated[num_generated:num_visible] + tokenizer.encode_bytes(rest)
 
     def newlines(self, tokenizer: Tokenizer) -> int:
         """Return how many newlines, two at most, the text of prompt and answer ends in."""
-        num_visible, rest = self.stream.visible()
+        num_visible, rest = self.detokenizer.visible()
         ids = chain(reversed(self.generated[:num_visible]), reversed(self.prompt))
         count = 0
         for data in chain((rest,), (tokenizer.token_bytes[id] for id in ids)):
@@ -101,11 +101,13 @@ class RowOutput:
 
     def answer(self, finish: Finish) -> Answer:
         """What the row said, to say it again."""
-        return Answer("".join(self.said), self.reason, finish.prompt_tokens, finish.completion_tokens, finish.cached_tokens)
+        return Answer(
+            "".join(self.delivered), self.reason, finish.prompt_tokens, finish.completion_tokens, finish.cached_tokens
+        )
 
     def take_logprobs(self, reason: Reason | None) -> list[TokenLogprob]:
         """Return those of the ids that became visible; at the row's end the rest, without what a stop text hides."""
-        num_visible, rest = self.stream.visible()
+        num_visible, rest = self.detokenizer.visible()
         count = num_visible - self.num_reported
         if reason is not None:
             last, request = self.logprobs[-1].id, self.active.request
@@ -143,16 +145,16 @@ class Outbox:
         self._events[active.owner].pop(active.request.id, None)
 
     def add_delta(self, sequence: Sequence, row: RowOutput, reason: Reason | None = None) -> None:
-        """Have the text that a row has gathered delivered."""
+        """Have the text delivered that a row still holds."""
         logprobs = row.take_logprobs(reason) if row.logprobs else None
-        self.progress(row.active).deltas.append(Delta(sequence.index, row.gathered, row.num_gathered, logprobs))
+        self.progress(row.active).deltas.append(Delta(sequence.index, row.undelivered, row.num_undelivered, logprobs))
         if row.lease is not None and row.active.request.session.key is not None:
-            row.said.append(row.gathered)
-        row.gathered, row.num_gathered = "", 0
+            row.delivered.append(row.undelivered)
+        row.undelivered, row.num_undelivered = "", 0
 
     def add_rest(self, sequence: Sequence, row: RowOutput, reason: Reason) -> None:
         """The same at the row's end, if there is any."""
-        if row.gathered or row.logprobs:
+        if row.undelivered or row.logprobs:
             self.add_delta(sequence, row, reason)
 
     def end(self, sequence: Sequence, row: RowOutput, reason: Reason) -> None:
@@ -182,7 +184,7 @@ def rows_of(
             sequence.initial = initial
             if request.session.separate:
                 sequence.prompt = separated(sequence.prompt, newlines, tokenizer)
-        rows[sequence] = RowOutput(active, TextStream(tokenizer.token_bytes, stops), kept, sequence.prompt)
+        rows[sequence] = RowOutput(active, IncrementalDetokenizer(tokenizer.token_bytes, stops), kept, sequence.prompt)
     return rows
 
 

@@ -8,7 +8,7 @@ from codecs import utf_8_decode
 from collections.abc import Iterable, Sequence
 
 
-class Stops:
+class StopMatcher:
     """What ends a row, built once for all rows of a request; immutable.
 
     stop_ids    ids that end a row; 0, the end of text, always does
@@ -73,7 +73,7 @@ class Stops:
         return fallback
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """The text of one row.
 
     Bytes that were fed and not shown are held back: they may become a stop text, or a character whose end is to come.
@@ -84,7 +84,7 @@ class TextStream:
 
     __slots__ = ("_held", "_node", "_num_shown", "_partly_shown", "_stops", "_token_bytes", "_unshown", "stop_text")
 
-    def __init__(self, token_bytes: Sequence[bytes | None], stops: Stops):
+    def __init__(self, token_bytes: Sequence[bytes | None], stops: StopMatcher):
         self._token_bytes = token_bytes
         self._stops = stops
         self._node = 0
@@ -94,7 +94,7 @@ class TextStream:
         self._partly_shown = 0  # how many bytes of the first of these are shown
         self.stop_text: bytes | None = None
 
-    def arm(self, stops: Stops) -> None:
+    def arm(self, stops: StopMatcher) -> None:
         """Let `stops` end the row from the next token on."""
         self._stops = stops
         self._node = 0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import tokenizer_for
 
-from rwkv_batch.text.detokenizer import Stops, TextStream
+from rwkv_batch.text.detokenizer import IncrementalDetokenizer, StopMatcher
 from rwkv_batch.text.tokenizer import WORLD_ROWS
 
 WORLD, BYTE = tokenizer_for(WORLD_ROWS), tokenizer_for(256)
@@ -64,7 +64,7 @@ def may_become_stop(data: bytes, stop_texts: list[bytes]) -> int:
 
 def check_stream(token_bytes, tokens, stop_ids, stop_texts):
     """Feed `tokens` and compare the shown text with the oracle after each; then the end, and what is visible."""
-    stream = TextStream(token_bytes, Stops(stop_ids, stop_texts))
+    stream = IncrementalDetokenizer(token_bytes, StopMatcher(stop_ids, stop_texts))
     data, shown = b"", ""
     for token in tokens:
         text, stopped = stream.feed(token)
@@ -155,7 +155,7 @@ def test_sixty_four_long_stops(seed):
         start = rng.randrange(2700)
         stop_texts.append(raw[start : start + rng.randrange(20, 250)] + rng.choice([b"c", b"d", b""]))
     tokens = WORLD.encode_bytes(raw)
-    stream = TextStream(WORLD.token_bytes, Stops([], stop_texts))
+    stream = IncrementalDetokenizer(WORLD.token_bytes, StopMatcher([], stop_texts))
     shown = ""
     for token in tokens:
         text, stopped = stream.feed(token)
@@ -170,7 +170,7 @@ def test_sixty_four_long_stops(seed):
 
 def show(pieces: list[bytes], stop_texts: list[bytes], stop_ids=()) -> tuple[list[str], bool, tuple[int, bytes]]:
     """Return (text after each piece, with the end's appended, whether it stopped, visible) for ids 1, 2, … of `pieces`."""
-    stream = TextStream([b"", *pieces], Stops(stop_ids, stop_texts))
+    stream = IncrementalDetokenizer([b"", *pieces], StopMatcher(stop_ids, stop_texts))
     shown, stopped = [], False
     for token in range(1, len(pieces) + 1):
         text, stopped = stream.feed(token)
@@ -209,7 +209,7 @@ def test_stop_id_is_not_shown_but_what_was_held_is():
 
 @pytest.mark.parametrize("tokenizer", [WORLD, BYTE])
 def test_end_of_text_always_stops(tokenizer):
-    stream = TextStream(tokenizer.token_bytes, Stops([], [b"aX"]))
+    stream = IncrementalDetokenizer(tokenizer.token_bytes, StopMatcher([], [b"aX"]))
     assert stream.feed(*tokenizer.encode("a")) == ("", False)
     assert stream.feed(0) == ("a", True)
     assert stream.visible() == (1, b"")
@@ -250,7 +250,7 @@ def test_stop_at_the_very_start():
     assert show([b"STOPabc"], [b"STOP"]) == ([""], True, (0, b""))
 
 
-@pytest.mark.parametrize(("stops", "bound_us"), [(Stops(), 3), (Stops([261], [b"\nUser:"]), 3)])
+@pytest.mark.parametrize(("stops", "bound_us"), [(StopMatcher(), 3), (StopMatcher([261], [b"\nUser:"]), 3)])
 def test_cost_of_a_token(stops, bound_us):
     """Measured 0.6 µs a token with and without the default stop; the bound is the best of five on a shared machine."""
     tokens = WORLD.encode("The quick brown fox jumps over 懒惰的狗。\n" * 200)
@@ -259,7 +259,7 @@ def test_cost_of_a_token(stops, bound_us):
 
 
 def seconds_to_feed(tokens, stops) -> float:
-    stream = TextStream(WORLD.token_bytes, stops)
+    stream = IncrementalDetokenizer(WORLD.token_bytes, stops)
     start = time.perf_counter()
     for token in tokens:
         stream.feed(token)
