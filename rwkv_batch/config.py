@@ -252,9 +252,9 @@ class Config:
             if self.device == "cpu":
                 raise UsageError("--pp-devices: needs a GPU, but --device is cpu", param="pp_devices")
             device = f"cuda:{devices[0]}"
-        settled = {"password": password, "password_file": None, "api_keys": api_keys, "api_key_file": None}
-        settled["host"] = numeric_host(host)
-        return replace(self, **settled, http_workers=workers, device=device, pp_devices=None)
+        resolved = {"password": password, "password_file": None, "api_keys": api_keys, "api_key_file": None}
+        resolved["host"] = numeric_host(host)
+        return replace(self, **resolved, http_workers=workers, device=device, pp_devices=None)
 
 
 def flag_of(name: str) -> str:

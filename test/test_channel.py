@@ -192,14 +192,14 @@ def test_callbacks_come_once(engine, client):
     calls = []
     ticket = client.submit(
         request("a", max_tokens=3),
-        translate=lambda event: b"x",
-        settled=lambda: calls.append("settled"),
+        format_event=lambda event: b"x",
+        answered=lambda: calls.append("answered"),
         ended=lambda: calls.append("ended"),
     )
     assert drain(ticket) == [b"x"] * 3
     wait_until(lambda: len(calls) == 2)
-    assert calls == ["settled", "ended"]
-    assert ticket.num_put == ticket.num_taken == 3
+    assert calls == ["answered", "ended"]
+    assert ticket.reader.num_put == ticket.reader.num_taken == 3
 
 
 def test_a_translation_that_raises_ends_its_own_ticket_only(engine, client):
@@ -224,16 +224,16 @@ def test_callbacks_that_raise_do_not_end_the_client(address, engine):
         client.busy = client.on_info = client.observe = fails
         client.start()
         wait_until(lambda: client.ready)
-        for answered in (client.submit(request(name), settled=fails, ended=fails) for name in "ab"):
+        for answered in (client.submit(request(name), answered=fails, ended=fails) for name in "ab"):
             assert len(drain(answered)) == 5
-        cancelled = client.submit(request("c", max_tokens=100_000), settled=fails, ended=fails)
+        cancelled = client.submit(request("c", max_tokens=100_000), answered=fails, ended=fails)
         cancelled.cancel()
         drain(cancelled)
         client.ask(messages.Ask("another"), fails)
         assert ask(client) == []
         answers = queue.SimpleQueue()
         for answer in (fails, answers.put):
-            client.manage(session_messages.Status(), answer)
+            client.execute(session_messages.Status(), answer)
         assert isinstance(answers.get(timeout=30), Failure)
 
 
@@ -427,7 +427,7 @@ def test_an_engine_that_does_not_read_refuses_what_cannot_be_queued(address, ope
     client.start()
     answers = queue.SimpleQueue()
     for _ in range(4):
-        client.manage(session_messages.Status(), answers.put)
+        client.execute(session_messages.Status(), answers.put)
     assert answers.get(timeout=30).exception().code == "engine_busy"
     (ended,) = drain(client.submit(request("b")))
     assert ended.exception().code == "engine_busy"

@@ -26,6 +26,7 @@ GIVEN_UP |= {"mark_units", "union_project", "sparse_project"}  # build_active_ma
 GIVEN_UP |= {"RapidSampler", "WAYS", "Site", "Thought"}  # KernelSampler, variants and methods, HttpApp, ReasoningParser
 GIVEN_UP |= {"RowText", "Ongoing"}  # RowOutput, ActiveRequest
 GIVEN_UP |= {"kernel_ops", "text_stream", "session_db"}  # ops.py, detokenizer.py, database.py
+GIVEN_UP |= {"TextStream", "Stops", "Manage", "Managed"}  # IncrementalDetokenizer, StopMatcher, Execute, CommandResult
 GIVEN_UP |= {"num_fed", "settle", "settling", "poisoned"}  # num_prefilled, finalize, finalizing, nonfinite
 EXTENSIONS = "py|sh|json|txt|md|cu|cuh|hip|h|js|conf|cfg|toml|db"
 

@@ -24,8 +24,8 @@ class Pool:
     def __init__(self, worker):
         self.worker, self.asked = worker, []
 
-    def manage(self, action, answer) -> None:
-        self.asked.append(action)
+    def execute(self, command, answer) -> None:
+        self.asked.append(command)
         answer(Deleted(found=True, count=1))
 
 
@@ -38,7 +38,7 @@ def engines(tmp_path):
         for engine, name in zip(running, NAMES, strict=True):
             engine.server.info = EngineInfo(model=name, slots=4)
             engine.pool = Pool(engine.worker)
-            engine.worker.manage = engine.pool.manage
+            engine.worker.execute = engine.pool.execute
         router = EngineRouter([EngineClient(address, heartbeat=0.05) for address in addresses])
         stack.enter_context(contextlib.closing(router))
         router.start()
@@ -80,7 +80,7 @@ def test_each_engine_has_its_own_info_figures_and_sessions(engines):
         assert router.client_for(with_session(namespace)) is client
         answers = queue.SimpleQueue()
         action = session_messages.Delete(namespace=namespace, name="s")
-        router.manage(action, answers.put)
+        router.execute(action, answers.put)
         assert answers.get(timeout=30).found
         assert engine.pool.asked == [action]
 

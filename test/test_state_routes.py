@@ -171,12 +171,12 @@ class FakeApp:
         self.answer = answer
         self.orders = []
 
-    async def manage(self, action):
-        self.orders.append(action)
-        if isinstance(action, Export):
-            Path(action.path).write_bytes(b"a state")
-        if isinstance(action, Import):
-            self.imported = Path(action.path).read_bytes()
+    async def execute(self, command):
+        self.orders.append(command)
+        if isinstance(command, Export):
+            Path(command.path).write_bytes(b"a state")
+        if isinstance(command, Import):
+            self.imported = Path(command.path).read_bytes()
         return self.answer
 
 

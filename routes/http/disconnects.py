@@ -102,19 +102,21 @@ class DisconnectMonitor:
         The first write after a hang-up still succeeds, the second fails and ends the answer. Others write anyway.
         """
         for ticket in self._client.tickets.values():
-            if ticket.peer in left or (not ticket.watched and ticket.peer in self.hangups.current):
-                ticket.suspect = True
-            ticket.watched = True
-            if ticket.suspect and now - ticket.taken_at > QUIET_SECONDS:
-                ticket.suspect = False
-                ticket.queue.put(NUDGE)
-                ticket.queue.put(NUDGE)
+            reader = ticket.reader
+            if reader.peer in left or (not reader.watched and reader.peer in self.hangups.current):
+                reader.suspect = True
+            reader.watched = True
+            if reader.suspect and now - reader.taken_at > QUIET_SECONDS:
+                reader.suspect = False
+                reader.put(NUDGE)
+                reader.put(NUDGE)
 
     def _cut_slow_readers(self, now: float) -> None:
         limit = self._config.stream_buffer_mib * 2**20
         for ticket in list(self._client.tickets.values()):
-            unread = ticket.num_put - ticket.num_taken
-            stalled = unread and now - max(ticket.taken_at, ticket.unread_since) > self._config.stream_stall_seconds
+            reader = ticket.reader
+            unread = reader.num_put - reader.num_taken
+            stalled = unread and now - max(reader.taken_at, reader.unread_since) > self._config.stream_stall_seconds
             if unread > limit or stalled:
                 log.warning("%s cut off: its client does not read", ticket.request_id)
                 ticket.abort(Unavailable("the client does not read", code="slow_reader"))

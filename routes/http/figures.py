@@ -39,7 +39,7 @@ class CallFigures:
         """An answer ended: "done", or "gone" when its client left. Any thread, finalisers too: no lock is taken here."""
         self._closed.append((context, how))
 
-    def settle(self) -> None:
+    def count_closed(self) -> None:
         """Note the answers that ended since last time; in the client's thread."""
         while self._closed:
             context, how = self._closed.popleft()

@@ -182,11 +182,11 @@ class HttpApp:
             return lambda: loop.call_soon_threadsafe(event.set)
 
         self._check_room()  # again, for others came while this one was tokenised
-        on_settled, on_end = notify(answered), notify(ended) if ended else None
+        on_answer, on_end = notify(answered), notify(ended) if ended else None
         if request.session is not None:
-            format_event, on_settled = notify_first(format_event, on_settled), None
-        context.ticket = ticket = self.client.submit(request, format_event, on_settled, on_end, context.path, context.given_id)
-        ticket.peer = address(context.peer)
+            format_event, on_answer = notify_first(format_event, on_answer), None
+        context.ticket = ticket = self.client.submit(request, format_event, on_answer, on_end, context.path, context.given_id)
+        ticket.reader.peer = address(context.peer)
         self._submitting.add(request.id)
         try:
             await answered.wait()
@@ -241,8 +241,8 @@ class HttpApp:
             return task.result()
         return StreamingAnswer(context, TaskAnswer(task), DOCUMENT, min(BLANK_SECONDS, self.config.ping_seconds))
 
-    async def manage(self, action: SessionCommand) -> Page | Deleted:
-        """What came of an order about sessions. Raises what the engine refuses it with, and Unavailable."""
+    async def execute(self, command: SessionCommand) -> Page | Deleted:
+        """What came of a command about sessions. Raises what the engine refuses it with, and Unavailable."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[SessionAnswer] = loop.create_future()
 
@@ -251,7 +251,7 @@ class HttpApp:
 
         if self.draining:
             raise Unavailable("the server is shutting down", code="draining", retry_after=5.0)
-        self.client.manage(action, put)
+        self.client.execute(command, put)
         try:
             result = await asyncio.wait_for(answer, self.config.session_wait_seconds + ASK_SECONDS)
         except TimeoutError:
@@ -278,5 +278,5 @@ class HttpApp:
     def tick(self) -> None:
         """The regular turn of the client's thread: let finalisers run, wake answers whose client may be gone, keep books."""
         self.release_iterators()
-        self.figures.settle()
+        self.figures.count_closed()
         self.disconnects.look(time.monotonic())

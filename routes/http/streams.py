@@ -5,13 +5,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from routes.http.connections import Cut
 from routes.http.replies import JSON, NDJSON, SSE, Response, dumps, error_document
 from rwkv_batch.errors import EngineFailed, RwkvBatchError
-from rwkv_batch.ipc.client import Ticket
+from rwkv_batch.ipc.client import Reader, Ticket
 from rwkv_batch.request import Event
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class StreamingAnswer:
 
     def _with_rest(self, item: bytes) -> bytes:
         parts = [item]
-        while not self._ticket.queue.empty():  # nobody else takes from it
+        while not self._ticket.reader.queue.empty():  # nobody else takes from it
             further = self._ticket.take(0.0)
             if not isinstance(further, bytes):
                 self._held = further
@@ -141,12 +141,12 @@ class TaskAnswer:
     def __init__(self, task: "asyncio.Task[Response]"):
         self._task = task
         self._loop = task.get_loop()
-        self.queue: SimpleQueue = SimpleQueue()
+        self.reader = Reader()
         task.add_done_callback(self._done)
 
     def take(self, timeout: float) -> Any:
         """Next item; queue.Empty after `timeout` seconds."""
-        return self.queue.get(timeout=timeout)
+        return self.reader.take(timeout)
 
     def cancel(self) -> None:
         """Nobody wants it any more. Any thread, finalisers too."""
@@ -159,8 +159,8 @@ class TaskAnswer:
             if error is not None and not isinstance(error, RwkvBatchError):
                 log.error("an answer failed", exc_info=error)
                 error = EngineFailed("internal error", code="internal")
-            self.queue.put(task.result().body if error is None else error)
-        self.queue.put(Ticket.END)
+            self.reader.put(task.result().body if error is None else error)
+        self.reader.put(Ticket.END)
 
 
 def notify_first(format_event: FormatEvent, notify: Callable[[], None]) -> FormatEvent:

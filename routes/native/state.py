@@ -97,7 +97,7 @@ class DialogueBody(StateBody):
 
 
 class NamedBody(Body):
-    """An order about one session."""
+    """A command about one session."""
 
     session_id: str = ""
 
@@ -250,7 +250,7 @@ class DialogueChunkFormatter(TurnChunkFormatter):
 async def status(context: RequestContext) -> Response:
     """POST /state/status: the sessions and where they are. Without `limit` all of them, as in the reference."""
     body = validate(StatusBody, context.body)
-    page = await context.app.manage(
+    page = await context.app.execute(
         Status(
             namespace=context.namespace,
             name=body.session_id or None,
@@ -297,7 +297,7 @@ async def delete(context: RequestContext) -> Response:
     """POST /state/delete: forget a session everywhere."""
     body = validate(DeleteBody, context.body)
     name = body.name(context.config)
-    deleted = await context.app.manage(Delete(namespace=context.namespace, name=name, prefix=body.delete_prefix))
+    deleted = await context.app.execute(Delete(namespace=context.namespace, name=name, prefix=body.delete_prefix))
     if not deleted.found and not body.delete_prefix:
         return json_reply({"status": "not_found", "message": f"Session {name} not found in database"}, 404)
     return json_reply({"status": "success", "message": f"Session {name} deleted successfully"})
@@ -306,23 +306,23 @@ async def delete(context: RequestContext) -> Response:
 async def fork(context: RequestContext) -> Response:
     """POST /state/fork: make copies of a session, all or none."""
     body = validate(ForkBody, context.body)
-    order = Fork(
+    command = Fork(
         namespace=context.namespace, name=body.name(context.config), copies=body.names(context.config), version=body.version
     )
-    return success(await context.app.manage(order))
+    return success(await context.app.execute(command))
 
 
 async def rewind(context: RequestContext) -> Response:
     """POST /state/rewind: make an earlier version the newest one."""
     body = validate(RewindBody, context.body)
-    order = Rewind(
+    command = Rewind(
         namespace=context.namespace, name=body.name(context.config), version=body.version, expect_version=body.expect_version
     )
-    return success(await context.app.manage(order))
+    return success(await context.app.execute(command))
 
 
 def success(page: Page) -> Response:
-    """The answer to an order that made sessions or changed one."""
+    """The answer to a command that made sessions or changed one."""
     return json_reply({"status": "success", "sessions": [described(entry) for entry in page.sessions]})
 
 
@@ -332,7 +332,7 @@ async def export(context: RequestContext) -> Response:
     name = body.name(context.config)
     async with transfers:
         with ScratchFile(context.app.folder) as file:
-            page = await context.app.manage(
+            page = await context.app.execute(
                 Export(namespace=context.namespace, name=name, path=str(file), version=body.version)
             )
             data = await asyncio.to_thread(file.read_bytes)
@@ -353,7 +353,7 @@ async def import_file(context: RequestContext) -> Response:
             except OSError as error:
                 raise no_room(error) from None
             return success(
-                await context.app.manage(
+                await context.app.execute(
                     Import(namespace=context.namespace, name=name, path=str(file), overwrite=body.overwrite)
                 )
             )

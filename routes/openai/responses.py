@@ -40,7 +40,8 @@ async def count(context: RequestContext) -> Response:
 async def delete(context: RequestContext) -> Response:
     """DELETE responses/{id}: forget the state."""
     name = context.params["response"]
-    deleted = name.startswith(PREFIX + "_") and (await context.app.manage(Delete(namespace=context.namespace, name=name))).found
+    command = Delete(namespace=context.namespace, name=name)
+    deleted = name.startswith(PREFIX + "_") and (await context.app.execute(command)).found
     return json_reply({"id": name, "object": "response", "deleted": deleted})
 
 

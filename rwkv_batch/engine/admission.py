@@ -168,11 +168,11 @@ class Admission:
             self.cancel(request_id)
         self._inbox.put(CancelOwner(owner))
 
-    def manage(self, action: SessionCommand, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
-        """Do something to the sessions; `answer` is called once, in any thread. InvalidRequest when there are none."""
+    def execute(self, command: SessionCommand, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
+        """Carry out a command about sessions; `answer` is called once, in any thread. InvalidRequest when there are none."""
         if self.sessions is None:
             raise InvalidRequest("this server keeps no sessions", param="session_id")
-        self.sessions.execute(action, answer)
+        self.sessions.execute(command, answer)
 
     def drain(self) -> None:
         """Refuse new requests, finish the others."""

@@ -116,7 +116,7 @@ class FakeWorker:
         for request_id in mine:
             self.cancel(request_id)
 
-    def manage(self, action: SessionCommand, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
+    def execute(self, command: SessionCommand, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
         """The fake keeps no sessions: InvalidRequest."""
         raise InvalidRequest("this server keeps no sessions", param="session_id")
 

@@ -27,12 +27,12 @@ from rwkv_batch.ipc.messages import (
     Ask,
     Batch,
     Cancel,
+    CommandResult,
     EngineInfo,
+    Execute,
     Found,
     Hello,
     Live,
-    Manage,
-    Managed,
     Status,
     Submit,
     decode_to_http,
@@ -47,41 +47,69 @@ log = logging.getLogger(__name__)
 SessionAnswer = Page | Deleted | Failure
 
 
+class Reader:
+    """The reading side of an answer: what waits to be read, and how its reader gets on.
+
+    num_put, num_taken  bytes that were queued and that were taken out: a reader that does not read shows in the difference
+    taken_at            when the last item was taken
+    unread_since        when the oldest item that was not taken was queued, at the latest
+    peer                where the reader is, for whoever watches connections
+    watched             whether that was looked at
+    suspect             whether the reader may have left
+    """
+
+    def __init__(self, peer: str = ""):
+        self.queue: SimpleQueue = SimpleQueue()
+        self.num_put = 0
+        self.num_taken = 0
+        self.taken_at = self.unread_since = time.monotonic()
+        self.peer = peer
+        self.watched = self.suspect = False
+
+    def put(self, item: Any) -> None:
+        """Queue an item; only bytes count as unread."""
+        if self.num_put == self.num_taken:
+            self.unread_since = time.monotonic()
+        self.num_put += len(item) if isinstance(item, bytes) else 0
+        self.queue.put(item)
+
+    def take(self, timeout: float) -> Any:
+        """Next item; queue.Empty after `timeout` seconds."""
+        item = self.queue.get(timeout=timeout)
+        self.num_taken += len(item) if isinstance(item, bytes) else 0
+        self.taken_at = time.monotonic()
+        return item
+
+
 class Ticket:
     """What a caller holds for a submitted request.
 
-    queue    what `translate` made of each event, None for nothing; END comes last
-    settled  called once in the client's thread when the request was accepted or refused, see `accepted` and `failure`
-    ended    called once in the client's thread after END was queued
+    reader    takes what `format_event` made of each event, None for nothing; END comes last
+    answered  called once in the client's thread when the request was accepted or refused, see `accepted` and `failure`
+    ended     called once in the client's thread after END was queued
 
-    `translate` runs in the client's thread and must be quick; without one the events themselves are queued.
+    `format_event` runs in the client's thread and must be quick; without one the events themselves are queued.
     """
 
     END = object()
 
-    def __init__(self, client: "EngineClient", request: Request, translate: Callable[[Event], Any] | None):
+    def __init__(self, client: "EngineClient", request: Request, format_event: Callable[[Event], Any] | None):
         self.request_id = request.id
-        self.queue: SimpleQueue = SimpleQueue()
-        self.translate = translate
+        self.reader = Reader()
+        self.format_event = format_event
         self.open_rows = request.num_rows
         self.incremental = request.chunk_size > 0  # text comes as it is made, not all at the end
         self.accepted = False
         self.cancelled = False
         self.done = False
         self.failure: Failure | None = None
-        self.settled: Callable[[], None] | None = None
+        self.answered: Callable[[], None] | None = None
         self.ended: Callable[[], None] | None = None
         self.submitted_at = time.monotonic()
         self.first_at: float | None = None  # first event with text
         self.progressed_at = self.submitted_at
-        self.num_put = 0  # size of what was queued and of what was taken out, to notice readers that do not read
-        self.num_taken = 0
-        self.taken_at = self.submitted_at
-        self.unread_since = self.submitted_at  # when the oldest unread item was queued, at the latest
         self.completion_tokens = 0  # of rows that have ended
         self.num_tokens = 0  # of texts that have come
-        self.peer = ""  # where it came from, for whoever watches connections
-        self.watched = self.suspect = False  # whether that was looked at, and whether its client may have left
         self._client = client
 
     def cancel(self) -> None:
@@ -96,11 +124,8 @@ class Ticket:
         self.cancel()
 
     def take(self, timeout: float) -> Any:
-        """Next item; queue.Empty after `timeout` seconds."""
-        item = self.queue.get(timeout=timeout)
-        self.num_taken += len(item) if isinstance(item, bytes) else 0
-        self.taken_at = time.monotonic()
-        return item
+        """Next item for the reader; queue.Empty after `timeout` seconds."""
+        return self.reader.take(timeout)
 
     def _feed(self, event: Event) -> None:
         if self.done:
@@ -110,29 +135,26 @@ class Ticket:
             self.open_rows = 0
         else:
             self.open_rows -= len(event.finishes)
-        item = self.translate(event) if self.translate else event
+        item = self.format_event(event) if self.format_event else event
         if item is not None:
-            if self.num_put == self.num_taken:
-                self.unread_since = time.monotonic()
-            self.num_put += len(item) if isinstance(item, bytes) else 0
-            self.queue.put(item)
+            self.reader.put(item)
         if isinstance(event, Progress):
             self.progressed_at = time.monotonic()
             if self.first_at is None and event.deltas:
                 self.first_at = self.progressed_at
-        self._settle()
+        self._tell_answered()
         if self.open_rows <= 0:
             self._end()
 
-    def _settle(self) -> None:
-        settled, self.settled = self.settled, None
-        call_back(settled)
+    def _tell_answered(self) -> None:
+        answered, self.answered = self.answered, None
+        call_back(answered)
 
     def _end(self) -> None:
         if not self.done:
             self.done = True
-            self.queue.put(Ticket.END)
-            self._settle()
+            self.reader.put(Ticket.END)
+            self._tell_answered()
             call_back(self.ended)
 
 
@@ -144,7 +166,7 @@ class EngineClient:
     peer_seconds  silence after which the engine is taken for lost
     tick          called in the client's thread after each message and at least every 20 ms while tickets are open
 
-    A callback that raises is logged and changes nothing else, except that a `translate` that raises ends its own ticket.
+    A callback that raises is logged and changes nothing else, except that a `format_event` that raises ends its own ticket.
     """
 
     BUSY_POLL_MS = 20
@@ -168,8 +190,8 @@ class EngineClient:
         self._cancelled: deque[Ticket] = deque()
         self._asked: deque[tuple[Ask, Callable[[list[Live]], None]]] = deque()
         self._questions: dict[str, Callable[[list[Live]], None]] = {}
-        self._managing: deque[tuple[Manage, Callable[[SessionAnswer], None]]] = deque()
-        self._orders: dict[str, Callable[[SessionAnswer], None]] = {}
+        self._commands: deque[tuple[Execute, Callable[[SessionAnswer], None]]] = deque()
+        self._command_answers: dict[str, Callable[[SessionAnswer], None]] = {}
         self._bell = Bell()
         self._closing = False
         self._context = zmq.Context()
@@ -202,16 +224,16 @@ class EngineClient:
     def submit(
         self,
         request: Request,
-        translate: Callable[[Event], Any] | None = None,
-        settled: Callable[[], None] | None = None,
+        format_event: Callable[[Event], Any] | None = None,
+        answered: Callable[[], None] | None = None,
         ended: Callable[[], None] | None = None,
         endpoint: str = "",
         given_id: str = "",
     ) -> Ticket:
         """Send a request. Any thread. Raises Unavailable; a refusal by the engine comes as Failure in the ticket's queue."""
         self.check()
-        ticket = Ticket(self, request, translate)
-        ticket.settled, ticket.ended = settled, ended
+        ticket = Ticket(self, request, format_event)
+        ticket.answered, ticket.ended = answered, ended
         self._outbox.append((ticket, encode(Submit(request, endpoint, given_id))))
         self._bell.ring()
         return ticket
@@ -221,13 +243,13 @@ class EngineClient:
         self._asked.append((question, answer))
         self._bell.ring()
 
-    def manage(self, action: SessionCommand, answer: Callable[[SessionAnswer], None]) -> None:
-        """Do something to the sessions; `answer` is called once in the client's thread, with a Failure if the engine is lost.
+    def execute(self, command: SessionCommand, answer: Callable[[SessionAnswer], None]) -> None:
+        """Carry out a command about sessions. Any thread. Raises Unavailable.
 
-        Any thread. Raises Unavailable.
+        `answer` is called once in the client's thread, with a Failure if the engine is lost.
         """
         self.check()
-        self._managing.append((Manage(secrets.token_hex(8), action), answer))
+        self._commands.append((Execute(secrets.token_hex(8), command), answer))
         self._bell.ring()
 
     def fail_all(self, error: RwkvBatchError) -> None:
@@ -287,7 +309,7 @@ class EngineClient:
         if served and not self._closing:
             log.warning("the engine is lost: %s", lost)
         self._questions.clear()
-        self._fail_orders(Unavailable("the engine was lost while it worked on this", code="engine_lost", retry_after=2.0))
+        self._fail_commands(Unavailable("the engine was lost while it worked on this", code="engine_lost", retry_after=2.0))
         self._fail(Unavailable("the engine was lost while it worked on this request", code="engine_lost", retry_after=2.0))
 
     def _send_out(self, dealer: zmq.Socket) -> None:
@@ -309,14 +331,14 @@ class EngineClient:
             self._questions[question.question] = answer
             with contextlib.suppress(zmq.Again):  # whoever asked does not wait forever
                 dealer.send(encode(question), zmq.NOBLOCK)
-        while self._managing:
-            order, answer = self._managing.popleft()
-            self._orders[order.question] = answer
+        while self._commands:
+            message, answer = self._commands.popleft()
+            self._command_answers[message.question] = answer
             try:
-                dealer.send(encode(order), zmq.NOBLOCK)
+                dealer.send(encode(message), zmq.NOBLOCK)
             except zmq.Again:
                 error = Unavailable("the engine does not keep up", code="engine_busy")
-                call_back(self._orders.pop(order.question), Failure.of("", error))
+                call_back(self._command_answers.pop(message.question), Failure.of("", error))
         while self._cancelled:
             ticket = self._cancelled.popleft()
             if self.tickets.pop(ticket.request_id, None) is not None:
@@ -340,13 +362,13 @@ class EngineClient:
                 self._feed(message.failures)
             elif isinstance(message, Found):
                 call_back(self._questions.pop(message.question, None), message.requests)
-            elif isinstance(message, Managed):
-                call_back(self._orders.pop(message.question, None), message.failure or message.answer)
+            elif isinstance(message, CommandResult):
+                call_back(self._command_answers.pop(message.question, None), message.failure or message.answer)
             elif isinstance(message, Accepted):
                 ticket = self.tickets.get(message.request_id)
                 if ticket is not None:
                     ticket.accepted = True
-                    ticket._settle()
+                    ticket._tell_answered()
             elif isinstance(message, Status):
                 self.phase, self.stats = message.phase, message.stats
                 if message.info is not None and message.info != self.info:
@@ -370,13 +392,13 @@ class EngineClient:
             if ticket.done:
                 self.tickets.pop(event.request_id, None)
 
-    def _fail_orders(self, error: RwkvBatchError) -> None:
-        """All orders without an answer, sent or not, get the error."""
-        while self._managing:
-            order, answer = self._managing.popleft()
-            self._orders[order.question] = answer
-        for question in list(self._orders):
-            call_back(self._orders.pop(question), Failure.of("", error))
+    def _fail_commands(self, error: RwkvBatchError) -> None:
+        """All commands without an answer, sent or not, get the error."""
+        while self._commands:
+            message, answer = self._commands.popleft()
+            self._command_answers[message.question] = answer
+        for question in list(self._command_answers):
+            call_back(self._command_answers.pop(question), Failure.of("", error))
 
     def _fail(self, error: RwkvBatchError) -> None:
         """All open tickets, and those not sent yet, end with the error."""

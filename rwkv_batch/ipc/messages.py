@@ -93,14 +93,14 @@ class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
     endpoint: str | None = None
 
 
-class Manage(msgspec.Struct, tag="manage", array_like=True, frozen=True):
-    """HTTP process: do this to the sessions. `question` comes back with the answer."""
+class Execute(msgspec.Struct, tag="execute", array_like=True, frozen=True):
+    """HTTP process: carry out a command about sessions. `question` comes back with the result."""
 
     question: str
-    action: SessionCommand
+    command: SessionCommand
 
 
-class Managed(msgspec.Struct, tag="managed", array_like=True, frozen=True):
+class CommandResult(msgspec.Struct, tag="command_result", array_like=True, frozen=True):
     """Engine: what came of it; exactly one of the two is there."""
 
     question: str
@@ -154,8 +154,8 @@ class Forgotten(msgspec.Struct, tag="forgotten", array_like=True, frozen=True):
     """Engine: you did not drain, or I do not know you; your tickets are cancelled, say hello again."""
 
 
-ToEngine = Hello | Alive | Submit | Cancel | Ask | Manage
-ToHttp = Status | Accepted | Batch | Found | Managed | Forgotten
+ToEngine = Hello | Alive | Submit | Cancel | Ask | Execute
+ToHttp = Status | Accepted | Batch | Found | CommandResult | Forgotten
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -99,9 +99,9 @@ class EngineRouter:
         """See `EngineClient.submit`."""
         return self.client_for(request).submit(request, *args, **more)
 
-    def manage(self, action: SessionCommand, answer: Callable[[SessionAnswer], None]) -> None:
-        """See `EngineClient.manage`."""
-        self.home(action.namespace).manage(action, answer)
+    def execute(self, command: SessionCommand, answer: Callable[[SessionAnswer], None]) -> None:
+        """See `EngineClient.execute`."""
+        self.home(command.namespace).execute(command, answer)
 
     def ask(self, question: Ask, answer: Callable[[list[Live]], None]) -> None:
         """Ask all engines that take requests; `answer` is called once with what all said, never when one is lost meanwhile."""

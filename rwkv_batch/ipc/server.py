@@ -24,13 +24,13 @@ from rwkv_batch.ipc.messages import (
     Ask,
     Batch,
     Cancel,
+    CommandResult,
     EngineInfo,
+    Execute,
     Forgotten,
     Found,
     Hello,
     Live,
-    Manage,
-    Managed,
     Status,
     Submit,
     ToHttp,
@@ -67,8 +67,8 @@ class Worker(Protocol):
     def cancel_owner(self, owner: bytes) -> None:
         """End all requests of one HTTP process."""
 
-    def manage(self, action: SessionCommand, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
-        """Do something to the sessions; `answer` is called once, in any thread."""
+    def execute(self, command: SessionCommand, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
+        """Carry out a command about sessions; `answer` is called once, in any thread."""
 
     def drain(self) -> None:
         """Refuse new requests."""
@@ -98,7 +98,7 @@ class EngineServer:
         self._peers: dict[bytes, float] = {}  # identity -> when it was last heard
         self._live: dict[str, tuple[bytes, Live]] = {}  # request -> owner and what is known of it
         self._outbox: deque[dict[bytes, list[Event]]] = deque()
-        self._answers: deque[tuple[bytes, Managed]] = deque()
+        self._answers: deque[tuple[bytes, CommandResult]] = deque()
         self._bell = Bell()
         self._closing = False
         self._context = zmq.Context()
@@ -193,7 +193,7 @@ class EngineServer:
             if owner in self._peers:
                 self._send(owner, Batch([], [Failure.of(request_id, EngineFailed("the request could not be read"))]))
 
-    def _handle(self, owner: bytes, message: Alive | Submit | Cancel | Ask | Manage) -> None:
+    def _handle(self, owner: bytes, message: Alive | Submit | Cancel | Ask | Execute) -> None:
         if isinstance(message, Cancel):
             self._live.pop(message.request_id, None)
             if self.worker is not None:
@@ -205,8 +205,8 @@ class EngineServer:
             waiting = self.worker.undelivered() if self.worker is not None else {}
             told = [msgspec.structs.replace(live, tokens=live.tokens + waiting.get(live.id, 0)) for live in found]
             self._send(owner, Found(message.question, told))
-        elif isinstance(message, Manage):
-            self._manage(owner, message)
+        elif isinstance(message, Execute):
+            self._execute(owner, message)
         elif isinstance(message, Submit):
             try:
                 if self.worker is None:
@@ -221,19 +221,19 @@ class EngineServer:
                 self._live[message.request.id] = (owner, live_of(message))
                 self._send(owner, Accepted(message.request.id))
 
-    def _manage(self, owner: bytes, message: Manage) -> None:
-        """Pass an order about sessions on; its answer comes from another thread."""
+    def _execute(self, owner: bytes, message: Execute) -> None:
+        """Pass a command on; its answer comes from another thread."""
 
         def answer(result: Page | Deleted | RwkvBatchError) -> None:
             failed = isinstance(result, RwkvBatchError)
-            managed = Managed(message.question, None if failed else result, Failure.of("", result) if failed else None)
-            self._answers.append((owner, managed))
+            failure = Failure.of("", result) if failed else None
+            self._answers.append((owner, CommandResult(message.question, None if failed else result, failure)))
             self._bell.ring()
 
         try:
             if self.worker is None:
                 raise Unavailable("the model is still loading", code="loading")
-            self.worker.manage(message.action, answer)
+            self.worker.execute(message.command, answer)
         except RwkvBatchError as error:
             answer(error)
 
