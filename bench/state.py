@@ -8,7 +8,7 @@ States are random; no model is needed but for --rows. Times are milliseconds, me
 
     resume   from the request for a session until its state lies in a slot, the device idle otherwise
     turn     from the end of a row until its state is committed to SQLite, fsync included
-    stall    of that, the worker's own thread: what another row's next step waits for
+    stall    of that, the engine loop's own thread: what another row's next step waits for
     rows     one state put into 320 slots; new_rows: the state before the first token
     step     of a device that is busy, alone and while 8 sessions begin and end turns
 

@@ -121,14 +121,14 @@ class HttpMetrics:
 
 
 class EngineMetrics:
-    """The worker's figures: keys that end in `_total` become counters, the rest gauges."""
+    """The engine's figures: keys that end in `_total` become counters, the rest gauges."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, object] = {}
         self._last: dict[str, float] = {}
 
     def update(self, stats: dict[str, int | float]) -> None:
-        """Take over the worker's figures as they are now."""
+        """Take over the engine's figures as they are now."""
         from prometheus_client import Counter, Gauge
 
         if stats.get("slots"):

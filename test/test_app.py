@@ -143,7 +143,7 @@ def test_nobody_is_blamed_for_the_supervisors_own_sleep(supervised, clock):
 
 def test_an_engine_that_steps_gives_signs_of_life_and_one_that_slept_is_not_ended(monkeypatch):
     """The process may be stopped between two looks: only looks count, not the clock."""
-    monkeypatch.setattr(engine_process.time, "sleep", lambda seconds: worker.turn())
+    monkeypatch.setattr(engine_process.time, "sleep", lambda seconds: core.turn())
     monkeypatch.setattr(engine_process.faulthandler, "dump_traceback", lambda **more: None)
     ended = []
 
@@ -156,7 +156,7 @@ def test_an_engine_that_steps_gives_signs_of_life_and_one_that_slept_is_not_ende
 
     monkeypatch.setattr(engine_process.os, "_exit", end)
 
-    class Worker:
+    class Core:
         last_step = 0.0
         turns = 0
 
@@ -171,12 +171,12 @@ def test_an_engine_that_steps_gives_signs_of_life_and_one_that_slept_is_not_ende
         def beat(self):
             self.beats += 1
 
-    worker, control = Worker(), Control()
+    core, control = Core(), Control()
     with pytest.raises(Ended):
-        engine_process.watch(control, SimpleNamespace(worker=worker), 10.0, threading.Event())
+        engine_process.watch(control, SimpleNamespace(core=core), 10.0, threading.Event())
     assert ended == [EXIT_ENGINE]
-    assert 100 + 10 / BEAT_SECONDS <= worker.turns <= 102 + 10 / BEAT_SECONDS
-    assert control.beats == worker.turns - 1
+    assert 100 + 10 / BEAT_SECONDS <= core.turns <= 102 + 10 / BEAT_SECONDS
+    assert control.beats == core.turns - 1
 
 
 def test_an_http_process_that_cannot_start_does_not_end_those_that_serve(supervised):

@@ -141,7 +141,7 @@ def test_no_step_has_more_rows_or_pieces_than_a_grid_has_blocks():
 
 def test_a_cpu_feeds_prompts_in_smaller_parts_beside_rows_that_decode(tiny_checkpoint, tmp_path):
     """A step takes as long as it has tokens, and those who decode wait for it."""
-    worker = build.build_worker(
+    worker = build.build_engine_loop(
         Config(model_path=str(tiny_checkpoint), device="cpu", slots=2, state_db=str(tmp_path / "db")), lambda batch: None
     )
     prompts = [[1] * 600, [2] * 600]

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from rwkv_batch import session_messages
-from rwkv_batch.engine.stub_worker import FakeWorker
+from rwkv_batch.engine.stub_engine import StubEngine
 from rwkv_batch.errors import EngineFailed, Overloaded, Unavailable
 from rwkv_batch.ipc import client as client_end
 from rwkv_batch.ipc import messages
@@ -48,7 +48,7 @@ class Engine:
 
     def __init__(self, address: str, step_seconds: float = 0.005, peer_seconds: float = 15.0, **more):
         self.server = EngineServer(address, heartbeat=0.05, peer_seconds=peer_seconds)
-        self.worker = FakeWorker(self.server.deliver, step_seconds=step_seconds, **more)
+        self.worker = StubEngine(self.server.deliver, step_seconds=step_seconds, **more)
         self.server.start()
         self.server.attach(self.worker)
         self.thread = threading.Thread(target=self.worker.run, daemon=True)
@@ -110,7 +110,7 @@ def test_nothing_can_be_submitted_before_the_model_is_there(address, client, ope
     wait_until(lambda: client.phase == "loading")
     with pytest.raises(Unavailable, match="loading"):
         client.submit(request("a"))
-    server.attach(FakeWorker(server.deliver))
+    server.attach(StubEngine(server.deliver))
     wait_until(lambda: client.ready)
     server.drain()
     wait_until(lambda: client.phase == "draining")
@@ -355,7 +355,7 @@ def test_a_peer_that_vanishes_or_falls_silent_is_given_up(address, opened):
 
 def test_requests_of_a_peer_that_vanished_can_be_stopped(address, client, opened):
     server = opened(EngineServer(address, heartbeat=10.0))  # so that nobody has noticed yet
-    server.attach(FakeWorker(server.deliver))
+    server.attach(StubEngine(server.deliver))
     server.start()
     wait_until(lambda: client.ready)
     assert ask(client) == []  # the first sign of life was given, the next is far

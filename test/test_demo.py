@@ -8,7 +8,7 @@ import torch
 from models import ROOT
 
 from rwkv_batch.config import Config, find_model
-from rwkv_batch.engine.build import build_worker
+from rwkv_batch.engine.build import build_engine_loop
 from rwkv_batch.engine.engine_loop import EngineLoop
 from rwkv_batch.errors import CheckpointError
 from rwkv_batch.model import weights
@@ -23,7 +23,7 @@ ENDS = [261, 24281]  # the blank line and "User"
 
 @pytest.fixture(scope="module")
 def worker() -> EngineLoop:
-    return build_worker(Config(device="cpu", threads=1), lambda events: None)
+    return build_engine_loop(Config(device="cpu", threads=1), lambda events: None)
 
 
 def complete(worker: EngineLoop, prompts: list[str], *, max_tokens: int = 80, stop_ids=(), **sampling) -> list[tuple[str, str]]:
@@ -63,7 +63,7 @@ def test_packed_and_unpacked_say_the_same(worker, tmp_path):
     tensors = unpack(PACKED)
     torch.save(tensors, tmp_path / "m.pth")
     assert all(torch.equal(a, b) for a, b in zip(tensors.values(), unpack(PACKED.read_bytes()).values(), strict=True))
-    other = build_worker(Config(model_path=str(tmp_path / "m.pth"), device="cpu", threads=1), lambda events: None)
+    other = build_engine_loop(Config(model_path=str(tmp_path / "m.pth"), device="cpu", threads=1), lambda events: None)
     assert other.info.fingerprint == worker.info.fingerprint
     prompts = ["User: Tell me a story.\n\nAssistant:", "English: The cat sleeps.\n\nChinese:", "User: 你好！\n\nAssistant:"]
     assert complete(worker, prompts, max_tokens=30) == complete(other, prompts, max_tokens=30)

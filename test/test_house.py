@@ -31,7 +31,7 @@ COVERED_BY = {
     "rwkv_batch/engine/decode_graphs": "test_staging",
     "rwkv_batch/engine/memory": "test_assembly",
     "rwkv_batch/engine/prefill_graphs": "test_staging",
-    "rwkv_batch/engine/stub_worker": "test_channel",
+    "rwkv_batch/engine/stub_engine": "test_channel",
     "rwkv_batch/errors": "test_openai_routes",
     "rwkv_batch/ipc": "test_channel",
     "rwkv_batch/kernels": "test_kernel_ops",

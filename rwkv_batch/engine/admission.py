@@ -131,7 +131,7 @@ class Admission:
     def submit(self, request: Request, owner: Owner) -> None:
         """Accept a request; Overloaded when the queue is full, Unavailable when draining or dead.
 
-        One with a session waits for it outside of the worker's thread; the sessions may refuse it at once.
+        One with a session waits for it outside of the loop's thread; the sessions may refuse it at once.
         """
         session = request.session
         if session is not None and self.sessions is None:

@@ -54,8 +54,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 ONE_THREAD_BYTES = 200 * MIB  # of weights; for less, threads wait for one another longer than they work
 
 
-def build_worker(config: Config, deliver: Callable[[dict[bytes, list[Progress | Failure]]], None]) -> EngineLoop:
-    """Load the model of `config` and return a worker ready to run; CheckpointError or UsageError, one line, if it cannot be."""
+def build_engine_loop(config: Config, deliver: Callable[[dict[bytes, list[Progress | Failure]]], None]) -> EngineLoop:
+    """Load the model of `config` and return a loop ready to run; CheckpointError or UsageError, one line, if it cannot be."""
     started = time.monotonic()
     device = choose_device(config.device)
     library = find_kernels(config, device)
@@ -86,8 +86,8 @@ def build_worker(config: Config, deliver: Callable[[dict[bytes, list[Progress | 
         prefixes=build_prefixes(config),
     )
     sessions = build_sessions(config, weights)
-    worker = EngineLoop(engine, scheduler, tokenizer, deliver, sessions=sessions, queue=config.queue)
-    worker.info = EngineInfo(
+    engine_loop = EngineLoop(engine, scheduler, tokenizer, deliver, sessions=sessions, queue=config.queue)
+    engine_loop.info = EngineInfo(
         model=config.model_name,
         fingerprint=weights.fingerprint,
         device=str(device) if on_cpu else f"{device} {torch.cuda.get_device_name(device)}",
@@ -102,7 +102,7 @@ def build_worker(config: Config, deliver: Callable[[dict[bytes, list[Progress | 
         load_seconds=time.monotonic() - started,
         state_bytes=sessions.file.size(engine.state.shift.dtype, engine.state.wkv.dtype),
     )
-    return worker
+    return engine_loop
 
 
 def build_sessions(config: Config, weights: weights_module.Weights) -> StatePool:

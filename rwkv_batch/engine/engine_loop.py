@@ -25,14 +25,14 @@ from rwkv_batch.text.tokenizer import Tokenizer
 log = logging.getLogger("rwkv_batch.engine")
 
 CHECKPOINT_TOKENS = 16  # sampled tokens between the checkpoints of a row whose state is kept
-IDLE_SECONDS = 0.25  # how long an idle worker sleeps between two signs of life
+IDLE_SECONDS = 0.25  # how long an idle loop sleeps between two signs of life
 MASK_SECONDS = 0.001  # the same where all rows wait for their masks
 
 
 class EngineLoop(Admission):
     """Runs requests on an engine until stopped.
 
-    deliver   called in the worker's thread after each step that brought something: {owner: events}
+    deliver   called in the loop's thread after each step that brought something: {owner: events}
     sessions  gives leases for requests that name a session; None = such requests are refused
     queue     requests that may wait for their first slot
     """

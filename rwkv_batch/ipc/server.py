@@ -47,8 +47,8 @@ from rwkv_batch.session_messages import Deleted, Page, SessionCommand
 log = logging.getLogger(__name__)
 
 
-class Worker(Protocol):
-    """What the engine server asks of the worker; submit and the cancels are called in the server's thread.
+class EngineCore(Protocol):
+    """What runs requests: an engine loop, or the stub. `submit` and the cancels are called in the server's thread.
 
     last_step      when its loop last went round, as time.monotonic() says
     lost_sessions  that could not be written when it stopped
@@ -81,7 +81,7 @@ class Worker(Protocol):
 
 
 class EngineServer:
-    """The engine's end: gives requests to the worker and carries its events to the HTTP process that owns each.
+    """The engine's end: gives requests to the core and carries its events to the HTTP process that owns each.
 
     address       ipc:// path
     heartbeat     seconds between two signs of life
@@ -91,7 +91,7 @@ class EngineServer:
     def __init__(self, address: str, *, heartbeat: float = 0.5, peer_seconds: float = 15.0):
         self.heartbeat = heartbeat
         self.peer_seconds = peer_seconds
-        self.worker: Worker | None = None
+        self.core: EngineCore | None = None
         self.info: EngineInfo | None = None
         self.draining = False
         self.on_beat: Callable[[dict[str, int | float]], None] = lambda stats: None
@@ -119,17 +119,17 @@ class EngineServer:
         """Begin to answer; until `attach` every request is refused as Unavailable."""
         self._thread.start()
 
-    def attach(self, worker: Worker) -> None:
-        """The worker is ready: requests go to it from now on."""
-        self.info = worker.info
-        self.worker = worker
+    def attach(self, core: EngineCore) -> None:
+        """The core is ready: requests go to it from now on."""
+        self.info = core.info
+        self.core = core
         self._bell.ring()
 
     def drain(self) -> None:
         """Refuse new requests and say so."""
         self.draining = True
-        if self.worker is not None:
-            self.worker.drain()
+        if self.core is not None:
+            self.core.drain()
 
     def deliver(self, events: dict[bytes, list[Event]]) -> None:
         """Carry one step's events, by owner. Any thread; never waits."""
@@ -159,7 +159,7 @@ class EngineServer:
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self.heartbeat
                 self._beat()
-        while self._outbox:  # what the worker said last, such as why it failed
+        while self._outbox:  # what the core said last, such as why it failed
             self._send_events(self._outbox.popleft())
         self._socket.close(linger=500)
         self._context.term()
@@ -196,22 +196,22 @@ class EngineServer:
     def _handle(self, owner: bytes, message: Alive | Submit | Cancel | Ask | Execute) -> None:
         if isinstance(message, Cancel):
             self._live.pop(message.request_id, None)
-            if self.worker is not None:
-                self.worker.cancel(message.request_id)
+            if self.core is not None:
+                self.core.cancel(message.request_id)
         elif isinstance(message, Ask):
             found = [live for _, live in self._live.values() if matches(message, live)]
             for live in found if message.stop else ():
                 self._stop(live.id)
-            waiting = self.worker.undelivered() if self.worker is not None else {}
+            waiting = self.core.undelivered() if self.core is not None else {}
             told = [msgspec.structs.replace(live, tokens=live.tokens + waiting.get(live.id, 0)) for live in found]
             self._send(owner, Found(message.question, told))
         elif isinstance(message, Execute):
             self._execute(owner, message)
         elif isinstance(message, Submit):
             try:
-                if self.worker is None:
+                if self.core is None:
                     raise Unavailable("the model is still loading", code="loading")
-                self.worker.submit(message.request, owner)
+                self.core.submit(message.request, owner)
             except RwkvBatchError as error:
                 self._send(owner, Batch([], [Failure.of(message.request.id, error)]))
             except Exception:
@@ -231,9 +231,9 @@ class EngineServer:
             self._bell.ring()
 
         try:
-            if self.worker is None:
+            if self.core is None:
                 raise Unavailable("the model is still loading", code="loading")
-            self.worker.execute(message.command, answer)
+            self.core.execute(message.command, answer)
         except RwkvBatchError as error:
             answer(error)
 
@@ -242,7 +242,7 @@ class EngineServer:
         owner, live = self._live.pop(request_id, (b"", None))
         if live is None:
             return
-        self.worker.cancel(request_id)
+        self.core.cancel(request_id)
         self._send(owner, Batch([], [Failure.of(request_id, Conflict("Request cancelled", code="cancelled"))]))
 
     def _note(self, item: Event) -> None:
@@ -275,8 +275,8 @@ class EngineServer:
         if self._peers.pop(owner, None) is not None:
             self._live = {key: value for key, value in self._live.items() if value[0] != owner}
             log.warning("an HTTP process %s: its requests are cancelled", reason)
-            if self.worker is not None:
-                self.worker.cancel_owner(owner)
+            if self.core is not None:
+                self.core.cancel_owner(owner)
 
     def _beat(self) -> None:
         now = time.monotonic()
@@ -290,8 +290,8 @@ class EngineServer:
             self._send(owner, status)
 
     def _stats(self) -> dict[str, int | float]:
-        return self.worker.stats() if self.worker is not None else {}
+        return self.core.stats() if self.core is not None else {}
 
     def _status(self, stats: dict[str, int | float]) -> Status:
-        phase = "draining" if self.draining else "loading" if self.worker is None else "ready"
+        phase = "draining" if self.draining else "loading" if self.core is None else "ready"
         return Status(phase, self.info, stats)

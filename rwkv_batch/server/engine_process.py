@@ -28,9 +28,9 @@ def run(control: Control) -> int:
 
     def stop() -> None:
         stopping.set()
-        if server.worker is None:
+        if server.core is None:
             lines.leave(0)
-        server.worker.stop()
+        server.core.stop()
 
     control.listen({"drain": server.drain, "stop": stop})
     watching = (control, server, config.watchdog_seconds, stopping)
@@ -38,37 +38,37 @@ def run(control: Control) -> int:
     server.start()
     try:
         if config.fake_engine is not None:
-            from rwkv_batch.engine.stub_worker import build_worker
+            from rwkv_batch.engine.stub_engine import build_stub as build
         else:
-            from rwkv_batch.engine.build import build_worker
-        worker = build_worker(config, server.deliver)
+            from rwkv_batch.engine.build import build_engine_loop as build
+        core = build(config, server.deliver)
     except (UsageError, CheckpointError) as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)
         return EXIT_USAGE
-    server.attach(worker)
-    control.report("ready", info=worker.info)
+    server.attach(core)
+    control.report("ready", info=core.info)
     try:
-        worker.run()
+        core.run()
     except Exception:
         log.exception("the engine cannot go on")
     server.close()
     if not stopping.is_set():
         return EXIT_ENGINE
-    return EXIT_LOST if worker.lost_sessions else 0
+    return EXIT_LOST if core.lost_sessions else 0
 
 
 def watch(control: Control, server: EngineServer, seconds: float, stopping: threading.Event) -> None:
-    """Give signs of life as long as the worker goes on; end this process when it takes longer than `seconds` for a turn.
+    """Give signs of life as long as the core goes on; end this process when it takes longer than `seconds` for a step.
 
-    A worker that stops takes its time to write its sessions, and the supervisor bounds that.
+    A core that stops takes its time to write its sessions, and the supervisor bounds that.
     """
     pause = min(BEAT_SECONDS, (seconds or math.inf) / 4)
     last_step, stuck = None, 0.0
     while True:
         time.sleep(pause)
         stuck += pause  # not by the clock: it also runs while this process sleeps
-        if server.worker is None or stopping.is_set() or server.worker.last_step != last_step:
-            last_step, stuck = server.worker and server.worker.last_step, 0.0
+        if server.core is None or stopping.is_set() or server.core.last_step != last_step:
+            last_step, stuck = server.core and server.core.last_step, 0.0
         if seconds and stuck > seconds:
             log.error("no step for %.0f s: the engine hangs and ends", stuck)
             lines.ERR.flush()

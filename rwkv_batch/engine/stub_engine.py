@@ -1,7 +1,7 @@
-"""A worker without a model: rows of numbered words at a set pace. For tests and for measuring the HTTP side alone.
+"""An engine without a model: rows of numbered words at a set pace. For tests and for measuring the HTTP side alone.
 
 Row text is `" w0 w1 w2 …"`, one word a token, so that clients can check order and completeness. Slots, queue, cancel and drain
-behave as in the real worker. `RWKV_BATCH_FAULT` breaks it on purpose: `hang:N`, `crash:N`, `fail:N`, `row:N` act when the Nth
+behave as in the engine loop. `RWKV_BATCH_FAULT` breaks it on purpose: `hang:N`, `crash:N`, `fail:N`, `row:N` act when the Nth
 request (from 1) is in its third step: stop stepping, abort the process, fail the request, end its first row with an error.
 """
 
@@ -19,12 +19,12 @@ from rwkv_batch.request import Delta, Event, Failure, Finish, Progress, Request
 from rwkv_batch.session_messages import Deleted, Page, SessionCommand
 
 
-class FakeRow:
+class StubRow:
     """One sequence: how many prompt tokens are still to be fed, how many tokens were sampled."""
 
     __slots__ = ("gathered", "index", "prompt_tokens", "run", "sampled", "to_feed")
 
-    def __init__(self, run: "FakeRun", index: int):
+    def __init__(self, run: "StubRequest", index: int):
         self.run = run
         self.index = index
         self.prompt_tokens = len(run.request.prompts[index // run.request.copies])
@@ -33,8 +33,8 @@ class FakeRow:
         self.gathered: list[str] = []
 
 
-class FakeRun:
-    """One request in the worker."""
+class StubRequest:
+    """One request in the stub."""
 
     __slots__ = ("cancelled", "fault", "num_open", "num_steps", "owner", "request")
 
@@ -47,8 +47,8 @@ class FakeRun:
         self.fault = ""
 
 
-class FakeWorker:
-    """The worker's interface over a clock instead of a model. `step_seconds` is the time of one step."""
+class StubEngine:
+    """What `EngineServer` asks of an engine, over a clock instead of a model. `step_seconds` is the time of one step."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class FakeWorker:
         self._fault_at = int(nth or 0)
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._runs: dict[str, FakeRun] = {}
-        self._waiting: collections.deque[FakeRow] = collections.deque()
-        self._running: list[FakeRow] = []
+        self._runs: dict[str, StubRequest] = {}
+        self._waiting: collections.deque[StubRow] = collections.deque()
+        self._running: list[StubRow] = []
         self._stopping = False
         self._draining = False
         self._hanging = False
@@ -93,12 +93,12 @@ class FakeWorker:
             waiting = len({row.run.request.id for row in self._waiting} - {row.run.request.id for row in self._running})
             if waiting >= self.queue:
                 raise Overloaded(f"the queue is full: {self.queue} requests wait")
-            run = FakeRun(request, owner)
+            run = StubRequest(request, owner)
             self._num_requests += 1
             if self._num_requests == self._fault_at:
                 run.fault = self._fault
             self._runs[request.id] = run
-            self._waiting.extend(FakeRow(run, index) for index in range(request.num_rows))
+            self._waiting.extend(StubRow(run, index) for index in range(request.num_rows))
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
@@ -117,7 +117,7 @@ class FakeWorker:
             self.cancel(request_id)
 
     def execute(self, command: SessionCommand, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
-        """The fake keeps no sessions: InvalidRequest."""
+        """The stub keeps no sessions: InvalidRequest."""
         raise InvalidRequest("this server keeps no sessions", param="session_id")
 
     def drain(self) -> None:
@@ -184,7 +184,7 @@ class FakeWorker:
             self._running.append(self._waiting.popleft())
         budget = self.prefill_budget
         self._totals["steps_total"] += 1
-        changed: dict[str, tuple[FakeRun, list[Delta], list[Finish]]] = {}
+        changed: dict[str, tuple[StubRequest, list[Delta], list[Finish]]] = {}
         events: dict[bytes, list[Event]] = {}
         still_running = []
         for row in self._running:
@@ -224,7 +224,7 @@ class FakeWorker:
                 self._runs.pop(run.request.id, None)
         return events
 
-    def _break(self, run: FakeRun, events: dict[bytes, list[Event]]) -> None:
+    def _break(self, run: StubRequest, events: dict[bytes, list[Event]]) -> None:
         if run.fault == "hang":
             self._hanging = True
         elif run.fault == "crash":
@@ -235,9 +235,9 @@ class FakeWorker:
             self._runs.pop(run.request.id, None)
 
 
-def build_worker(config: Config, deliver: Callable[[dict[bytes, list[Event]]], None]) -> FakeWorker:
-    """The fake in place of the real worker, paced by `config.fake_engine` milliseconds."""
-    return FakeWorker(
+def build_stub(config: Config, deliver: Callable[[dict[bytes, list[Event]]], None]) -> StubEngine:
+    """The stub in place of an engine loop, paced by `config.fake_engine` milliseconds."""
+    return StubEngine(
         deliver,
         step_seconds=(config.fake_engine or 0) / 1000,
         slots=config.slots or 320,
