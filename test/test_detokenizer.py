@@ -271,7 +271,7 @@ def seconds_to_feed(tokens, stops) -> float:
     [([b"end", b"d!"], b"the end!", b"end"), ([b"b", b"ab"], b"xab", b"ab"), ([b"zz"], b"za", None), ([], b"za", None)],
 )
 def test_the_stop_text_that_ended_a_row_is_known(texts, said, right):
-    stream = TextStream(BYTE.token_bytes, Stops((), texts))
+    stream = IncrementalDetokenizer(BYTE.token_bytes, StopMatcher((), texts))
     for byte in said:
         if stream.feed(byte)[1]:
             break

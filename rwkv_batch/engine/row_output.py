@@ -95,7 +95,7 @@ class RowOutput:
     def finish(self, sequence: Sequence, reason: Reason) -> Finish:
         """How the row ended."""
         error = NOT_FINITE if reason == "error" else None
-        stop = self.stream.stop_text
+        stop = self.detokenizer.stop_text
         stop_text = stop.decode(errors="replace") if stop is not None and reason == "stop" else None
         return Finish(sequence.index, reason, len(self.prompt), self.count, error, sequence.cached, stop_text=stop_text)
 

@@ -23,6 +23,7 @@ log = logging.getLogger("rwkv_batch.session_messages")
 BACKLOG_STATES = 64  # that may wait for the disk before new turns are refused,
 BACKLOG_BYTES = 512 * 2**20  # and of how many bytes
 MAX_REPLAYS = 1000  # answers in memory, kept for their idempotency keys
+LATER_FIELDS = ("grammar",)  # of requests, which digests on disk are older than: left out of the digest of one that has none
 
 ReplayKey = tuple[str, str, str]  # namespace, session as requests name it, idempotency key
 
@@ -321,5 +322,8 @@ def _busy(lease: Lease) -> Conflict:
 
 def digest_of(request: Request) -> bytes:
     """What two requests with the same idempotency key must have in common: all but how the answer is delivered."""
-    same = msgspec.structs.replace(request, id="", chunk_size=0, loop="sync")
-    return hashlib.blake2b(msgspec.msgpack.encode(same), digest_size=16).digest()
+    fields = msgspec.structs.asdict(msgspec.structs.replace(request, id="", chunk_size=0, loop="sync"))
+    for name in LATER_FIELDS:
+        if fields[name] is None:
+            del fields[name]
+    return hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=16).digest()
