@@ -30,6 +30,7 @@ from rwkv_batch import __version__
 from rwkv_batch.config import Config
 from rwkv_batch.engine import build
 from rwkv_batch.kernels import compiler
+from rwkv_batch.model import checkpoint
 from rwkv_batch.model import weights as weights_module
 from rwkv_batch.model.packed_rows import CapturedRows, PackedRows
 from sampling.params import SamplingParams
@@ -67,7 +68,7 @@ class Bench:
         self.device = torch.device("cuda", 0)
         name = args.model_path or f"random {args.size}"
         if args.model_path:
-            tensors = weights_module.read_file(Path(args.model_path))
+            tensors = checkpoint.read_file(Path(args.model_path))
         else:
             tensors = synth(args.size, device="cuda", place="cuda")
         started = time.monotonic()

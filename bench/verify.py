@@ -19,6 +19,7 @@ import torch
 
 from rwkv_batch.engine.build import tune_cpu, usable_cpus, valid_ids
 from rwkv_batch.errors import CheckpointError, RwkvBatchError
+from rwkv_batch.model import checkpoint
 from rwkv_batch.model import weights as weights_module
 from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
@@ -79,10 +80,10 @@ def main() -> int:
         print("error: this comparison needs the PyPI package rwkv: pip install rwkv", file=sys.stderr)
         return 2
     try:
-        file = weights_module.find_checkpoint(args.model_path)
+        file = checkpoint.find_checkpoint(args.model_path)
         if file.suffix != ".pth":
             raise CheckpointError(f"{file}: the package rwkv reads .pth files only")
-        tensors = weights_module.read_file(file)
+        tensors = checkpoint.read_file(file)
         tokenizer = for_vocab(weights_module.check_tensors(tensors, str(file)).vocab_size)
         model = Model(weights_module.load(file, valid_ids=lambda vocab_size: valid_ids(tokenizer)))
     except RwkvBatchError as error:

@@ -418,7 +418,6 @@ class OneLineParser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     """The command line. Flags that are not given are absent from the result, so that they do not hide environment or file."""
     parser = OneLineParser(
-        prog="app.py",
         description="HTTP server for batch inference with RWKV-7.",
         epilog=f"Each flag can also be set in the environment ({PREFIX}PORT=8000) or in the file of --config (port = 8000); "
         "a flag wins over the environment, the environment over the file.",

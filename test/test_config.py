@@ -1,6 +1,7 @@
 """Where a setting comes from, what wins, and what is refused."""
 
 import dataclasses
+import sys
 
 import pytest
 
@@ -33,6 +34,12 @@ def test_every_field_has_flag_help_and_environment_name():
     for item in dataclasses.fields(Config):
         assert "--" + item.name.replace("_", "-") in help_text
         assert item.metadata["help"]
+
+
+@pytest.mark.parametrize("path", ["/usr/bin/rwkv-batch", "app.py"])
+def test_help_names_the_command_that_was_given(path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [path, "--help"])
+    assert make_parser().format_usage().startswith(f"usage: {path.rpartition('/')[2]} ")
 
 
 @pytest.mark.parametrize(

@@ -500,13 +500,13 @@ def test_long_bias(rapid):
 
 def test_the_check_passes_here_and_notices_a_wrong_kernel(rapid, monkeypatch):
     from rwkv_batch.kernels.compiler import library
-    from sampling import factory, kernel
+    from sampling import kernel, self_check
 
-    assert factory.check("cuda:0", library(0)) == []
+    assert self_check.check("cuda:0", library(0)) == []
     codes = kernel.method_codes(library(0))
     wrong = {**codes, "joint": codes["plain"], "rejection": codes["plain"]}
     monkeypatch.setattr(kernel, "method_codes", lambda library: wrong)
-    assert factory.check("cuda:0", library(0)) == [name for name in factory.CHECKED if name.startswith("joint")]
+    assert self_check.check("cuda:0", library(0)) == [name for name in self_check.CHECKED if name.startswith("joint")]
 
 
 def test_flashinfer_keeps_what_the_kernel_keeps():

@@ -38,6 +38,7 @@ COVERED_BY = {
     "rwkv_batch/kernels/card_cache": "test_remembered",
     "rwkv_batch/kernels/state_fill": "test_gpu_fill",
     "rwkv_batch/model": "test_model",
+    "rwkv_batch/model/checkpoint": "test_weights",
     "rwkv_batch/model/packed_file": "test_demo",
     "rwkv_batch/request": "test_channel",
     "rwkv_batch/scheduling": "test_scheduler",

@@ -29,7 +29,7 @@ from rwkv_batch.kernels.compiler import KernelError
 from rwkv_batch.kernels.launch import Launcher
 from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.state_fill import StateFill
-from rwkv_batch.model import reference_ops
+from rwkv_batch.model import checkpoint, reference_ops
 from rwkv_batch.model import weights as weights_module
 from rwkv_batch.model.architectures import model_class
 from rwkv_batch.model.packed_rows import CapturedRows
@@ -289,7 +289,7 @@ def usable_cpus() -> int:
 def read_model(config: Config) -> tuple[dict[str, torch.Tensor], str]:
     """Return the checkpoint's tensors and its name."""
     file = find_model(config)
-    return weights_module.read_file(file), str(file)
+    return checkpoint.read_file(file), str(file)
 
 
 def valid_ids(tokenizer: Tokenizer) -> list[int]:

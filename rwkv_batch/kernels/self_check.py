@@ -23,7 +23,7 @@ from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weight import Weight
 from rwkv_batch.model.weights import HEAD_SIZE, Layer, ModelShape, Weights
-from sampling.factory import check
+from sampling.self_check import check
 
 log = logging.getLogger("rwkv_batch.engine")
 

@@ -1,34 +1,29 @@
-"""Checkpoint files to checked tensors in the layout the forward pass wants.
+"""Published tensors to weights in the layout the forward pass wants.
 
-Reads `.pth` (torch's zip format, without running any code from it) and `.safetensors`; takes the model's shape from the
-file itself and checks every tensor against it before one byte is converted. Knows nothing of slots, requests or sampling.
+Takes the model's shape from the tensors themselves and checks every one against it before one byte is converted. Knows nothing
+of slots, requests or sampling.
 """
 
 import hashlib
 import math
 import os
-import pickle
-import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from rwkv_batch.config import model_files
 from rwkv_batch.errors import CheckpointError
 from rwkv_batch.model.architectures import architecture_of
-from rwkv_batch.model.packed_file import unpack
+from rwkv_batch.model.checkpoint import find_checkpoint, one_line, read_file
 from rwkv_batch.model.weight import Weight
 
 HEAD_SIZE = 64
 SPLIT = 512  # rows of a table that are worked on at a time: what they need beside is not worth the memory of a whole table
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FILE_DTYPES = tuple(DTYPES.values())
-MIN_TORCH = (2, 10)  # older unpicklers could be made to corrupt memory (CVE-2026-24747)
 MIXES = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")  # the order of `Layer.att_mix`
 
 
@@ -170,16 +165,6 @@ class Weights:
         return sum(t.nbytes for t in own) + sum(t.nbytes for layer in self.layers for t in layer.tensors)
 
 
-def find_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """Return the file meant by `path`, given with or without its suffix; CheckpointError when there is none."""
-    path = Path(path)
-    candidates = model_files(path)
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    raise CheckpointError(f"{path}: no such checkpoint (looked for {', '.join(c.name for c in candidates)})")
-
-
 def load(
     path: str | os.PathLike[str],
     *,
@@ -282,62 +267,13 @@ def _take_layer(i: int, take, vector, tensors: dict[str, torch.Tensor], dtype: t
     )
 
 
-def read_file(file: Path) -> dict[str, torch.Tensor]:
-    """Return the file's tensors, memory-mapped where they lie plain; nothing in it is executed. CheckpointError if unusable."""
-    try:
-        if file.suffix in (".safetensors", ".st"):
-            with safe_open(file, framework="pt") as f:
-                return {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118 (not a dict)
-        if file.suffix == ".rwkv":  # the packed demo model
-            return unpack(file)
-        return _read_pth(file)
-    except ValueError as error:
-        raise CheckpointError(_one_line(error)) from None
-    except SafetensorError as error:
-        raise CheckpointError(f"{file}: not a readable safetensors file ({_one_line(error)})") from None
-    except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror or _one_line(error)}") from None
-
-
-def _read_pth(file: Path) -> dict[str, torch.Tensor]:
-    if tuple(int(n) for n in torch.__version__.split(".")[:2]) < MIN_TORCH:
-        raise CheckpointError(f"{file}: torch {torch.__version__} does not read .pth files safely; install torch >= 2.10")
-    _check_archive(file)
-    try:
-        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError:
-        raise CheckpointError(f"{file}: holds more than tensors, nothing in it was run; only plain checkpoints load") from None
-    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{file}: not a readable .pth file ({_one_line(error)})") from None
-    if not isinstance(content, dict) or not content:
-        raise CheckpointError(f"{file}: holds a {type(content).__name__} instead of named tensors")
-    for key, value in content.items():
-        if not isinstance(key, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-            raise CheckpointError(f"{file}: entry {str(key)[:80]!r} is no plain tensor")
-    return dict(content)
-
-
-def _check_archive(file: Path) -> None:
-    """Refuse what is no complete zip of stored members before torch maps it."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            members = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError):  # the second for versions and methods to come
-        size = file.stat().st_size
-        raise CheckpointError(f"{file}: no complete .pth file (its {size:,} bytes have no zip directory at the end)") from None
-    size = file.stat().st_size
-    for member in members:
-        if member.compress_type != zipfile.ZIP_STORED or member.header_offset + member.file_size > size:
-            raise CheckpointError(f"{file}: damaged .pth file (member {member.filename[:80]!r})")
-
-
 def check_tensors(tensors: dict[str, torch.Tensor], name: str) -> ModelShape:
     """Return the shape the tensors have, once every name, shape and dtype agrees with it; CheckpointError otherwise."""
     architecture_of(tensors, name)
     shape = _shape_of(tensors, name)
     expected = shape.tensors(v_first_residual="blocks.0.att.v0" in tensors)
     missing = sorted(expected.keys() - tensors.keys())
-    foreign = [_one_line(key) for key in sorted(tensors.keys() - expected.keys())]
+    foreign = [one_line(key) for key in sorted(tensors.keys() - expected.keys())]
     wrong = [
         f"{key} {list(tensors[key].shape)} instead of {list(dims)}"
         for key, dims in expected.items()
@@ -438,7 +374,3 @@ def _without_ones(dims: Iterable[int]) -> tuple[int, ...]:
 
 def _hide(progress: bool | None) -> bool | None:
     return None if progress is None else not progress  # tqdm: None = hide unless on a terminal
-
-
-def _one_line(text: Exception | str) -> str:
-    return " ".join(str(text).split())[:200]

@@ -107,6 +107,7 @@ def test_help_is_ours_and_quick():
     began = time.monotonic()
     done = run_app("--help")
     assert done.returncode == 0
+    assert done.stdout.startswith("usage: app.py ")
     assert "--model-path" in done.stdout
     assert "--compile-rust-path" not in done.stdout
     assert time.monotonic() - began < 2 * PATIENCE

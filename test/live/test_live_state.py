@@ -28,6 +28,7 @@ from server_process import PATIENCE, ServerProcess, wait_until
 
 from routes import ROUTES
 from rwkv_batch.model import weights
+from rwkv_batch.model.checkpoint import read_file
 from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
@@ -71,7 +72,7 @@ def world_keeper(world_checkpoint, tmp_path_factory):
 
 def write_reference_file(path: Path, checkpoint: Path) -> None:
     """What rwkv_lightning leaves: a table of states in torch's format, fp16, one of them after FIRST."""
-    model = Model(weights.from_tensors(weights.read_file(checkpoint)))
+    model = Model(weights.from_tensors(read_file(checkpoint)))
     ids = tokenizer.for_vocab(256).encode(FIRST)
     state = State(model.weights.shape, 1)
     with torch.inference_mode():

@@ -1,0 +1,46 @@
+"""Whether the sampler's kernel is right on the card that is there: it and the reference draw the same ids."""
+
+import ctypes
+
+import torch
+
+from sampling.kernel import KernelSampler
+from sampling.params import SamplingParams
+from sampling.reference import ReferenceSampler
+
+CHECKED = {  # what `check` runs, by the name of the rule
+    "greedy": {"temperature": 0},
+    "plain": {"top_k": 0, "top_p": 1.0, "temperature": 0.8},
+    "joint": {"top_k": 50, "top_p": 0.9},
+    "joint, top_p alone": {"top_k": 0, "top_p": 0.5},
+    "joint, small top_p": {"top_k": 0, "top_p": 0.2},
+    "joint, large top_k": {"top_k": 700, "top_p": 1.0, "temperature": 1.5},
+    "sequential": {"rule": "sequential", "top_k": 40, "top_p": 0.8},
+    "gumbel": {"rule": "gumbel"},
+    "noise": {"rule": "noise", "noise": 2.0},
+}
+STEPS, COLUMNS = 24, 5003
+SHARE = 0.9  # of the ids that must agree: a draw at the border between two columns may fall on either side
+
+
+@torch.inference_mode()
+def check(device: torch.device | str, library: ctypes.CDLL) -> list[str]:
+    """Return the names of CHECKED for which the kernel and the reference disagree on this card; takes a second."""
+    names = list(CHECKED)
+    ids = torch.arange(COLUMNS)
+    params = [SamplingParams(**CHECKED[name], seed=seed, alpha_presence=0.5 * (seed % 2), alpha_frequency=0.1 * (seed % 2))
+              for name in names for seed in range(4)]  # fmt: skip
+    slot_list = list(range(len(params)))
+    slots = torch.tensor(slot_list, device=device)
+    generator = torch.Generator().manual_seed(1)
+    results = []
+    for sampler in (ReferenceSampler(len(params), ids, device), KernelSampler(len(params), ids, device, library)):
+        generator.manual_seed(1)
+        sampler.start_many(slot_list, params, slot_list)
+        steps = []
+        for _ in range(STEPS):
+            logits = (torch.randn(len(params), COLUMNS, generator=generator) * 2).half().to(device)
+            steps.append(sampler.sample(logits, slots, slot_list).ids.cpu())
+        results.append(torch.stack(steps, 1))
+    same = (results[0] == results[1]).view(len(names), -1).float().mean(1)  # [names]
+    return [name for name, share in zip(names, same.tolist(), strict=True) if share < SHARE]
