@@ -7,6 +7,7 @@ from routes.anthropic import messages
 from routes.http.context import Access, Handler
 from routes.http.replies import Form
 from routes.native import batch, big_batch, chat, fim, state, translate
+from routes.ollama import about, generation
 from routes.openai import chat as openai_chat
 from routes.openai import responses, tokens
 
@@ -59,6 +60,12 @@ ROUTES = [
     *openai_routes("/openai/v1"),
     Route("POST", "/v1/messages", messages.create, form="anthropic"),
     Route("POST", "/v1/messages/count_tokens", messages.count_tokens, form="anthropic"),
+    Route("POST", "/api/chat", generation.chat),
+    Route("POST", "/api/generate", generation.generate),
+    Route("POST", "/api/show", about.show),
+    Route("GET", "/api/ps", about.running),
+    Route("GET", "/api/tags", about.tags, access="open"),
+    Route("GET", "/api/version", about.version, access="open"),
     Route("POST", "/v2/chat/completions", chat.completions_v2),
     Route("POST", "/v3/chat/completions", chat.completions_v3),
     Route("POST", "/FIM/v1/batch-FIM", fim.batch_fim),

@@ -66,6 +66,17 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**MESSAGE, "stream": True, "thinking": {"type": "enabled", "budget_tokens": 1024}, "output_config": {"effort": "low"}},
     ],
     "/v1/messages/count_tokens": [{"messages": TOLD, "system": "be nice", "thinking": {"type": "adaptive"}}],
+    "/api/chat": [
+        {"messages": TALK[:3], "options": {"num_predict": 4, "temperature": 0.5, "stop": ["a"], "seed": 3}, "stream": False},
+        {"messages": MESSAGES, "options": {"num_predict": 4, "top_k": 9}, "think": True, "keep_alive": "5m", "format": ""},
+        {"messages": [], "keep_alive": 0},
+    ],
+    "/api/generate": [
+        {"prompt": "a", "suffix": "b", "options": {"num_predict": 4}},
+        {"prompt": "a", "system": "be nice", "options": {"num_predict": 4}, "stream": False, "think": "low"},
+        {"prompt": "a", "raw": True, "options": {"num_predict": 4, "repeat_penalty": 1.0}},
+    ],
+    "/api/show": [{"model": "m", "verbose": True}],
     "/v2/chat/completions": [{**NATIVE, "pad_zero": True}, {**NATIVE, "stream": True}],
     "/v3/chat/completions": [{"messages": TALK, "max_tokens": 4, "enable_think": True}, {**NATIVE, "stream": True}],
     "/FIM/v1/batch-FIM": [{"prefix": ["a", "b"], "suffix": ["c", "d"], "max_tokens": 4, "stream": stream} for stream in (0, 1)],
@@ -128,7 +139,7 @@ FIELDS = [
     "chunk_size", "min_tokens", "logprobs", "top_logprobs", "noise", "seed", "dialogue_idx", "expect_version", "version",
     "temperature", "top_k", "top_p", "alpha_presence", "alpha_decay", "presence_penalty",
 ]  # fmt: skip
-SIZES = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+SIZES = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict", "num_predict")
 RAW = [
     *(b"NaN", b"-Infinity", b"1e400", b"-0", b"01", b"1.", b'"\\ud800"', b'"\\udc00\\ud800"', b'"\xff"', b'"\xc0\x80"'),
     b"1" * 5000,
@@ -233,6 +244,8 @@ class Mutator:
         """Keep the work small: what is not bounded generates thousands of tokens, as it should."""
         if not isinstance(body, dict):
             return
+        if isinstance(body.get("options"), dict):
+            self._bound(body["options"])
         for name in SIZES:
             value = body.get(name)
             if isinstance(value, int | float) and not isinstance(value, bool) and 20 < value < 2**31:

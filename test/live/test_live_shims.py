@@ -3,6 +3,7 @@
 import json
 
 import anthropic
+import ollama
 import pytest
 from scripted_server import ANSWER, PASSWORD
 from server_process import ServerProcess
@@ -54,3 +55,49 @@ def test_the_sdk_of_anthropic_reads_our_errors(scripted, locked_scripted):
     assert bearer.messages.count_tokens(model="m", messages=HELLO).input_tokens > 1
     status, answer, _ = locked_scripted.request("POST", "/v1/messages?beta=true", b"{", {"x-api-key": PASSWORD})
     assert (status, json.loads(json.dumps(answer))["error"]["type"]) == (400, "invalid_request_error")
+
+
+# --- Ollama ---
+
+
+def test_the_client_of_ollama(scripted):
+    client = ollama.Client(host=url(scripted))
+    name = client.list().models[0].model
+    assert {"completion", "insert"} <= set(client.show(name).capabilities)
+    assert client.ps().models[0].model == name
+    options = {"temperature": 0}
+    whole = client.chat(name, HELLO, options=options)
+    assert (whole.message.content, whole.done_reason) == (ANSWER, "stop")
+    assert whole.total_duration >= whole.eval_duration > 0
+    pieces = list(client.chat(name, HELLO, options=options, stream=True))
+    assert "".join(piece.message.content for piece in pieces) == ANSWER
+    assert [piece.done for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert pieces[-1].eval_count == whole.eval_count
+    for fields in ({}, {"raw": True}, {"suffix": "b"}):
+        assert client.generate(name, "a", options=options, **fields).response == ANSWER
+        assert "".join(piece.response for piece in client.generate(name, "a", options=options, stream=True, **fields)) == ANSWER
+    assert client.generate(name).done_reason == "load"
+    with pytest.raises(ollama.ResponseError, match="mirostat") as error:
+        client.chat(name, HELLO, options={"mirostat": 2})
+    assert error.value.status_code == 400
+
+
+def test_ollama_behind_a_password(locked_scripted):
+    open_client = ollama.Client(host=url(locked_scripted))
+    assert open_client.list().models
+    with pytest.raises(ollama.ResponseError, match="password") as error:
+        open_client.chat("m", HELLO)
+    assert error.value.status_code == 401
+    client = ollama.Client(host=url(locked_scripted), headers={"Authorization": f"Bearer {PASSWORD}"})
+    assert client.chat("m", HELLO, options={"temperature": 0}).message.content == ANSWER
+
+
+def test_lines_that_wait_are_still_json(folder):
+    """A sign of life in a stream of lines is a blank, which JSON may begin with."""
+    with ServerProcess("--ping-seconds", "0.1", "--http-workers", "1", folder=folder, step_ms=400) as server:
+        status, text, headers = server.request("POST", "/api/chat", {"messages": HELLO, "options": {"num_predict": 2}})
+    assert (status, headers["content-type"]) == (200, "application/x-ndjson")
+    assert text.startswith(" ")
+    pieces = [json.loads(line) for line in text.splitlines()]
+    assert [piece["done"] for piece in pieces][-1]
+    assert len(pieces) > 1
