@@ -118,7 +118,7 @@ class GpuHarness(Harness):
 
     def run(self, limit=100_000):
         worker = self.worker
-        while worker._active or worker._step or worker._leasing or worker._inbox._queue.qsize():
+        while worker._active or worker._step or worker._preparing or worker._inbox._queue.qsize():
             worker.step()
 
     def turn(self, id, name, prompt, **fields):

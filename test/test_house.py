@@ -35,6 +35,7 @@ COVERED_BY = {
     "rwkv_batch/engine/prefill_graphs": "test_staging",
     "rwkv_batch/engine/stub_engine": "test_channel",
     "rwkv_batch/errors": "test_openai_routes",
+    "rwkv_batch/grammar": "test_grammar",
     "rwkv_batch/ipc": "test_channel",
     "rwkv_batch/kernels": "test_kernel_ops",
     "rwkv_batch/kernels/card_cache": "test_remembered",

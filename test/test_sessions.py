@@ -39,7 +39,7 @@ class SessionHarness(Harness):
 
     def run(self, limit=100_000):
         worker, until = self.worker, time.monotonic() + 60
-        while worker._active or worker._step or worker._leasing or worker._inbox._queue.qsize():
+        while worker._active or worker._step or worker._preparing or worker._inbox._queue.qsize():
             assert time.monotonic() < until
             worker.step()
 

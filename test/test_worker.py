@@ -50,6 +50,9 @@ class Memory:
 
         ready(Lease())
 
+    def cancel(self, request_id):
+        pass
+
     def stats(self):
         return {}
 

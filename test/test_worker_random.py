@@ -184,7 +184,7 @@ class Life:
 
     def known(self, name: str) -> bool:
         """Whether the worker has taken it, so that a cancel comes before its end."""
-        return name in self.worker._active or name in self.worker._leasing
+        return name in self.worker._active or name in self.worker._preparing
 
     def submit(self) -> None:
         rng, name = self.rng, f"r{len(self.requests)}"
@@ -256,7 +256,7 @@ class Life:
         """Nothing is left, and all that was said and kept is right."""
         worker, scheduler, prefixes = self.worker, self.scheduler, self.scheduler.prefixes
         assert not self.live()
-        assert (worker._num_waiting, len(worker._active), len(worker._rows), len(worker._leasing)) == (0, 0, 0, 0)
+        assert (worker._num_waiting, len(worker._active), len(worker._rows), len(worker._preparing)) == (0, 0, 0, 0)
         assert (scheduler.num_free, scheduler.num_waiting) == (scheduler.num_slots, 0)
         assert not any((scheduler._batches, scheduler._queue, scheduler._decoding, scheduler._prompts))
         assert prefixes is None or not prefixes._ways

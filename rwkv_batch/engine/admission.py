@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from rwkv_batch.errors import InvalidRequest, Overloaded, RwkvBatchError, Unavailable
+from rwkv_batch.grammar.masks import GrammarMask, Grammars
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Finish, Request
 from rwkv_batch.session_messages import Answer, CommitResult, Deleted, Page, SessionCommand
@@ -74,6 +75,13 @@ class Accepted(NamedTuple):
     owner: Owner
     stops: StopMatcher
     lease: Lease | RwkvBatchError | None = None
+    masks: list[GrammarMask] | None = None  # by row
+
+
+class Masked(NamedTuple):
+    """Rows whose grammars allow nothing more."""
+
+    masks: list[GrammarMask]
 
 
 class Committed(NamedTuple):
@@ -96,7 +104,7 @@ class Inbox:
     def __init__(self):
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
 
-    def put(self, message: Accepted | Committed | Cancel | CancelOwner | None) -> None:
+    def put(self, message: Accepted | Committed | Masked | Cancel | CancelOwner | None) -> None:
         self._queue.put(message)
 
     def take(self, seconds: float) -> list:
@@ -115,10 +123,12 @@ class Admission:
     """Takes requests until `queue` of them wait for their first slot.
 
     sessions  gives leases for requests that name a session; None = such requests are refused
+    grammars  makes masks for requests that name a grammar; None likewise
     """
 
-    def __init__(self, sessions: Sessions | None, queue: int):
+    def __init__(self, sessions: Sessions | None, grammars: Grammars | None, queue: int):
         self.sessions = sessions
+        self.grammars = grammars
         self.queue = queue
         self._inbox = Inbox()
         self._lock = threading.Lock()
@@ -126,7 +136,7 @@ class Admission:
         self._draining = False
         self._stopping = False
         self._dead = False
-        self._leasing: dict[str, Owner] = {}  # accepted requests that wait for their session
+        self._preparing: dict[str, Owner] = {}  # accepted requests that wait for their session or their grammar
 
     def submit(self, request: Request, owner: Owner) -> None:
         """Accept a request; Overloaded when the queue is full, Unavailable when draining or dead.
@@ -138,33 +148,39 @@ class Admission:
             raise InvalidRequest("this server keeps no sessions", param="session_id")
         if session is not None and session.keep and request.num_rows != 1:
             raise InvalidRequest("a turn of a session takes one prompt", param="contents")
+        if request.grammar is not None and self.grammars is None:
+            raise InvalidRequest("this engine reads no grammars", param=request.grammar.param)
         self._check_room()  # before the stops, which may take long to build
         stops = stops_of(tuple(request.stop_ids), tuple(request.stop_texts))  # here, so that no step waits for it
         with self._lock:
             self._check_room()
             self._num_waiting += 1
-            if session is None:
+            if session is None and request.grammar is None:
                 self._inbox.put(Accepted(request, owner, stops))
                 return
-            self._leasing[request.id] = owner
+            self._preparing[request.id] = owner
         try:
-            self.sessions.lease(request, lambda result: self._leased(Accepted(request, owner, stops, result)))
+            if session is None:
+                self._leased(Accepted(request, owner, stops))
+            else:
+                self.sessions.lease(request, lambda result: self._leased(Accepted(request, owner, stops, result)))
         except Exception:
-            self._forget_leasing(request.id)
+            self._forget_preparing(request.id)
             raise
 
     def cancel(self, request_id: str) -> None:
         """End a request early; nothing more is delivered for it."""
-        if self._forget_leasing(request_id):
-            self.sessions.cancel(request_id)
+        if self._forget_preparing(request_id):
+            if self.sessions is not None:
+                self.sessions.cancel(request_id)
         else:
             self._inbox.put(Cancel(request_id))
 
     def cancel_owner(self, owner: Owner) -> None:
         """End all requests of one owner."""
         with self._lock:
-            leasing = [request_id for request_id, known in self._leasing.items() if known == owner]
-        for request_id in leasing:
+            preparing = [request_id for request_id, known in self._preparing.items() if known == owner]
+        for request_id in preparing:
             self.cancel(request_id)
         self._inbox.put(CancelOwner(owner))
 
@@ -193,17 +209,33 @@ class Admission:
 
     def _leased(self, accepted: Accepted) -> None:
         """A session is there for its request, or cannot be had."""
+        if accepted.request.grammar is None or isinstance(accepted.lease, RwkvBatchError):
+            self._prepared(accepted)
+        else:
+            self.grammars.prepare(accepted.request, lambda result: self._compiled(accepted, result))
+
+    def _compiled(self, accepted: Accepted, result: list[GrammarMask] | RwkvBatchError) -> None:
+        """The masks of its rows are there for a request, or cannot be had."""
+        if not isinstance(result, RwkvBatchError):
+            self._prepared(accepted._replace(masks=result))
+            return
+        if accepted.lease is not None:
+            accepted.lease.release()
+        self._prepared(accepted._replace(lease=result))
+
+    def _prepared(self, accepted: Accepted) -> None:
+        """All that a request waited for is there, or what refuses it."""
         with self._lock:
-            wanted = self._leasing.pop(accepted.request.id, None) is not None
+            wanted = self._preparing.pop(accepted.request.id, None) is not None
             if wanted:
                 self._inbox.put(accepted)
-        if not wanted and not isinstance(accepted.lease, RwkvBatchError):
+        if not wanted and accepted.lease is not None and not isinstance(accepted.lease, RwkvBatchError):
             accepted.lease.release()
 
-    def _forget_leasing(self, request_id: str) -> bool:
-        """A request that waits for its session waits no more; whether it did."""
+    def _forget_preparing(self, request_id: str) -> bool:
+        """A request that waits for its session or its grammar waits no more; whether it did."""
         with self._lock:
-            waited = self._leasing.pop(request_id, None) is not None
+            waited = self._preparing.pop(request_id, None) is not None
             self._num_waiting -= waited
         return waited
 
@@ -222,9 +254,9 @@ class Admission:
         """Refuse all from now on; returns the ids and owners of those that have not come to the loop."""
         with self._lock:
             self._dead = True
-            leasing, self._leasing = self._leasing, {}
+            preparing, self._preparing = self._preparing, {}
         waiting = [(message.request.id, message.owner) for message in self._inbox.take(0) if isinstance(message, Accepted)]
-        return waiting + list(leasing.items())
+        return waiting + list(preparing.items())
 
 
 @lru_cache(maxsize=32)  # of 5 MiB each at most, by the limits of the routes

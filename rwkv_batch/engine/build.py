@@ -22,6 +22,7 @@ from rwkv_batch.engine.engine_loop import EngineLoop
 from rwkv_batch.engine.memory import MIB, MemoryPlan, kept_bytes, kernel_bytes, sampling_bytes
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
 from rwkv_batch.errors import UsageError
+from rwkv_batch.grammar.masks import Grammars
 from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.autotune import IN_PLACE_ROWS, Autotuner
@@ -86,7 +87,8 @@ def build_engine_loop(config: Config, deliver: Callable[[dict[bytes, list[Progre
         prefixes=build_prefixes(config),
     )
     sessions = build_sessions(config, weights)
-    engine_loop = EngineLoop(engine, scheduler, tokenizer, deliver, sessions=sessions, queue=config.queue)
+    grammars = Grammars(tokenizer, weights.output_ids.tolist())
+    engine_loop = EngineLoop(engine, scheduler, tokenizer, deliver, sessions=sessions, grammars=grammars, queue=config.queue)
     engine_loop.info = EngineInfo(
         model=config.model_name,
         fingerprint=weights.fingerprint,

@@ -10,12 +10,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
-import msgspec
-
-from rwkv_batch.engine.admission import Accepted, ActiveRequest, Admission, Cancel, CancelOwner, Committed, Owner, Sessions
+from rwkv_batch.engine.active_requests import ActiveRequests
+from rwkv_batch.engine.admission import Accepted, ActiveRequest, Cancel, CancelOwner, Committed, Masked, Owner, Sessions
 from rwkv_batch.engine.engine import Engine, Step
-from rwkv_batch.engine.row_output import Outbox, RowOutput, again, rows_of
+from rwkv_batch.engine.row_output import RowOutput, again, rows_of
 from rwkv_batch.errors import Conflict, EngineFailed, InvalidRequest, RwkvBatchError, Unavailable
+from rwkv_batch.grammar.masks import GrammarMask, Grammars
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Event, PromptScore, Reason, Request, Sequence, TokenLogprob
 from rwkv_batch.scheduling.plan import Plan, Row
@@ -29,11 +29,12 @@ IDLE_SECONDS = 0.25  # how long an idle loop sleeps between two signs of life
 MASK_SECONDS = 0.001  # the same where all rows wait for their masks
 
 
-class EngineLoop(Admission):
+class EngineLoop(ActiveRequests):
     """Runs requests on an engine until stopped.
 
     deliver   called in the loop's thread after each step that brought something: {owner: events}
     sessions  gives leases for requests that name a session; None = such requests are refused
+    grammars  makes masks for requests that name a grammar; None likewise
     queue     requests that may wait for their first slot
     """
 
@@ -45,19 +46,17 @@ class EngineLoop(Admission):
         deliver: Callable[[dict[Owner, list[Event]]], None],
         *,
         sessions: Sessions | None = None,
+        grammars: Grammars | None = None,
         queue: int = 512,
     ):
-        super().__init__(sessions, queue)
+        super().__init__(scheduler, deliver, sessions, grammars, queue)
+        if grammars is not None:
+            grammars.notify = lambda masks: self._inbox.put(Masked(masks) if masks else None)
         self.info = None  # what the outside is told about the engine; set by whoever puts it together
         self.engine = engine
-        self.scheduler = scheduler
         self.tokenizer = tokenizer
-        self.deliver = deliver
         self.last_step = time.monotonic()
         self.lost_sessions = 0  # that could not be written at the end; known when `run` has returned
-        self._active: dict[str, ActiveRequest] = {}
-        self._rows: dict[Sequence, RowOutput] = {}
-        self._outbox = Outbox()
         self._step: Step | None = None  # submitted, not read
         self._planned = False  # whether there was something to run last time
         self._totals = {"prompt_tokens_total": 0, "generation_tokens_total": 0, "steps_total": 0, "step_seconds_total": 0.0}
@@ -124,6 +123,8 @@ class EngineLoop(Admission):
                     self._start(message)
                 case Committed():
                     self._committed(message)
+                case Masked(masks):
+                    self._masked(masks)
                 case Cancel(request_id):
                     self._cancel(request_id)
                 case CancelOwner(owner):
@@ -163,25 +164,6 @@ class EngineLoop(Admission):
             for sequence, row in rows.items():
                 del self._rows[sequence]
                 self._end(sequence, row, "length")
-
-    def _refuse(self, accepted: Accepted, error: RwkvBatchError) -> None:
-        """A request does not start."""
-        if accepted.lease is not None and not isinstance(accepted.lease, RwkvBatchError):
-            accepted.lease.release()
-        self.count_started()
-        self._outbox.fail(accepted.request.id, accepted.owner, error)
-
-    def _cancel(self, request_id: str) -> None:
-        if request_id in self._active:
-            for sequence in self._drop(request_id):
-                row = self._rows.pop(sequence)
-                row.release()
-            self._outbox.forget(self._active.pop(request_id))
-
-    def _drop(self, request_id: str) -> list[Sequence]:
-        """Take a request out of the scheduler; its slots are free for the next plan."""
-        self.note_start(self._active[request_id])
-        return self.scheduler.cancel(request_id)
 
     def _submit(self, plan: Plan) -> Step:
         step = self.engine.submit(plan)
@@ -235,6 +217,8 @@ class EngineLoop(Admission):
                 self._read_token(row, *token)
             except Exception as error:
                 self._fail(row.active, told(row.active.request, error))
+        if self.grammars is not None:
+            self.grammars.flush()
 
     def _read_token(self, row: RowOutput, sequence: Sequence, id: int | None, logprobs: TokenLogprob | None) -> None:
         if row.lease is not None and row.lease.revoked:
@@ -248,11 +232,29 @@ class EngineLoop(Admission):
             sequence.mask.accept(id)
         if row.feed(id, logprobs):
             self._ended(sequence, row, "stop")
+        elif sequence.mask is not None and sequence.mask.ended:
+            self._complete(sequence, row)
         elif row.count == sequence.request.max_tokens:
             row.undelivered += row.detokenizer.finish()
             self._ended(sequence, row, "length")
         elif row.undelivered and 0 < sequence.request.chunk_size <= row.num_undelivered:
             self._outbox.add_delta(sequence, row)
+
+    def _masked(self, masks: list[GrammarMask]) -> None:
+        """The grammars of rows allow nothing more."""
+        for mask in masks:
+            row = self._rows.get(mask.sequence)
+            if row is None or row.reason is not None:
+                continue
+            if mask.error is not None:
+                self._fail(row.active, EngineFailed(f"the grammar cannot be followed: {mask.error}", code="grammar_failed"))
+            elif mask.ended:
+                self._complete(mask.sequence, row)
+
+    def _complete(self, sequence: Sequence, row: RowOutput) -> None:
+        """The row's text is all that its grammar allows."""
+        row.undelivered += row.detokenizer.finish()
+        self._ended(sequence, row, "stop")
 
     def _ended(self, sequence: Sequence, row: RowOutput, reason: Reason) -> None:
         """The row's text is complete; its state is not yet, when it is kept."""
@@ -284,29 +286,6 @@ class EngineLoop(Admission):
             row.lease.release()
             raise
 
-    def _committed(self, message: Committed) -> None:
-        """A row's state is kept, or could not be."""
-        active, kept, id = message.active, message.kept, message.active.request.id
-        if self._active.get(id) is not active:
-            return  # cancelled meanwhile
-        del self._active[id]
-        if isinstance(kept, RwkvBatchError):
-            self._outbox.fail(id, active.owner, kept)
-        else:
-            self._outbox.progress(active).finishes.append(msgspec.structs.replace(message.finish, session=kept))
-
-    def _fail(self, active: ActiveRequest, error: RwkvBatchError) -> None:
-        """End a request with an error."""
-        self._cancel(active.request.id)
-        self._outbox.fail(active.request.id, active.owner, error)
-
-    def _end(self, sequence: Sequence, row: RowOutput, reason: Reason) -> None:
-        row.release()
-        self._outbox.end(sequence, row, reason)
-        row.active.num_open -= 1
-        if row.active.num_open == 0:
-            del self._active[row.active.request.id]
-
     def _add_scores(self, sequence: Sequence, tokens: list[TokenLogprob]) -> None:
         """Pass on how likely a piece of a prompt was; a row that samples nothing ends with the last piece."""
         row = self._rows.get(sequence)
@@ -316,17 +295,6 @@ class EngineLoop(Admission):
         row.num_scored += len(tokens)
         if sequence.request.max_tokens == 0 and row.num_scored == len(sequence.prompt) - 1:
             self._ended(sequence, row, "length")
-
-    def _fail_all(self) -> None:
-        """Tell every caller, also those whose requests are still in the inbox; what ended before the error has ended."""
-        waiting = self.close_admission()
-        for row in self._rows.values():
-            row.release()
-        error = EngineFailed("a step of the engine failed; the server restarts it")
-        for request_id, owner in [(a.request.id, a.owner) for a in self._active.values()] + waiting:
-            self._outbox.fail(request_id, owner, error)
-        if batch := self._outbox.take():
-            self.deliver(batch)
 
 
 def stats_of(scheduler: Scheduler) -> dict[str, int | float]:

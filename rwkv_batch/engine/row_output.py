@@ -184,6 +184,9 @@ def rows_of(
             sequence.initial = initial
             if request.session.separate:
                 sequence.prompt = separated(sequence.prompt, newlines, tokenizer)
+        if accepted.masks is not None:
+            sequence.mask = mask = accepted.masks[sequence.index]
+            mask.sequence = sequence
         rows[sequence] = RowOutput(active, IncrementalDetokenizer(tokenizer.token_bytes, stops), kept, sequence.prompt)
     return rows
 

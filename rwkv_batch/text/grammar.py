@@ -34,7 +34,12 @@ def check(grammar: Grammar, config: Config) -> None:
     if size > config.max_grammar_bytes:
         raise InvalidRequest(f"{param}: at most {config.max_grammar_bytes} bytes, not {size}", param=param)
     if not installed():
-        raise NotInstalled(f"{param}: this server lacks {PACKAGE}; pip install 'rwkv-batch[grammar]' adds it", param=param)
+        raise NotInstalled(missing(grammar), param=param)
+
+
+def missing(grammar: Grammar) -> str:
+    """What to say where nothing can read a grammar."""
+    return f"{grammar.param}: this server lacks {PACKAGE}; pip install 'rwkv-batch[grammar]' adds it"
 
 
 @cache

@@ -1,0 +1,131 @@
+"""Asks processes of its own whether grammars can be compiled, and remembers what they said."""
+
+import contextlib
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import msgspec
+
+from rwkv_batch.errors import InvalidRequest, Overloaded, Unavailable
+from rwkv_batch.grammar.check_process import read_frame, write_frame
+from rwkv_batch.request import Grammar
+
+log = logging.getLogger(__name__)
+
+PROCESSES = 2  # that check at the same time
+REMEMBERED = 1024  # answers, each of some 100 bytes
+ROOT = Path(__file__).resolve().parent.parent.parent  # where the package lies
+HIDDEN = "RWKV_BATCH_"  # settings, secrets among them, are no business of a process that reads what strangers send
+
+
+class Checker:
+    """Checks grammars, from any thread. Its processes start with the first grammar; `seconds` is what one may take."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._places = threading.BoundedSemaphore(PROCESSES)
+        self._lock = threading.Lock()
+        self._idle: list[subprocess.Popen] = []
+        self._known: OrderedDict[bytes, str | None] = OrderedDict()
+
+    def known(self, grammar: Grammar) -> bool:
+        """Whether `check` will not wait."""
+        return _key(grammar) in self._known
+
+    def check(self, grammar: Grammar) -> None:
+        """Raise InvalidRequest for a grammar that cannot be compiled, or takes too long. Waits for that.
+
+        Raises Overloaded where others take all the time there is, and Unavailable where no process can be started.
+        """
+        key = _key(grammar)
+        with self._lock:
+            is_known, answer = key in self._known, self._known.get(key)
+            if is_known:
+                self._known.move_to_end(key)
+        if not is_known:
+            if not self._places.acquire(timeout=self.seconds):
+                raise Overloaded("other grammars are being compiled", param=grammar.param, code="grammars_waiting")
+            try:
+                answer = self._ask(grammar)
+            finally:
+                self._places.release()
+            with self._lock:
+                self._known[key] = answer
+                if len(self._known) > REMEMBERED:
+                    self._known.popitem(last=False)
+        if answer is not None:
+            raise InvalidRequest(answer, param=grammar.param, code="invalid_grammar")
+
+    def close(self) -> None:
+        """End the processes that have nothing to do."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for process in idle:
+            _end(process)
+
+    def _ask(self, grammar: Grammar) -> str | None:
+        """What a process says: None, or what is wrong."""
+        started = time.monotonic()
+        for _ in range(2):  # an idle process may have been ended from outside
+            process = self._process()
+            try:
+                write_frame(process.stdin, msgspec.msgpack.encode(grammar))
+                data = read_frame(process.stdout)  # it ends itself in time
+            except OSError:
+                data = None
+            if data is not None:
+                with self._lock:
+                    self._idle.append(process)
+                return msgspec.msgpack.decode(data)
+            took = time.monotonic() - started
+            _end(process)
+            if took >= self.seconds:
+                threading.Thread(target=self._replace, daemon=True).start()
+                break
+        log.info("a grammar of %d bytes could not be compiled in time", len(grammar.source))
+        return f"{grammar.param}: compiling takes more than {self.seconds:g} s or too much memory"
+
+    def _replace(self) -> None:
+        """Have a process ready for the next grammar."""
+        with contextlib.suppress(Unavailable):
+            process = self._start()
+            with self._lock:
+                self._idle.append(process)
+
+    def _process(self) -> subprocess.Popen:
+        """Return one that waits, a new one if there is none."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return self._start()
+
+    def _start(self) -> subprocess.Popen:
+        environ = {key: value for key, value in os.environ.items() if not key.startswith(HIDDEN)}
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))
+        command = [sys.executable, "-m", "rwkv_batch.grammar.check_process", str(self.seconds)]
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
+        except OSError as error:
+            raise Unavailable(f"no process to compile grammars in: {error.strerror}", code="no_process") from None
+        if read_frame(process.stdout) is None:
+            _end(process)
+            raise Unavailable("the process that compiles grammars does not start", code="no_process")
+        return process
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.stdin.close()
+    process.stdout.close()
+    process.wait()
+
+
+def _key(grammar: Grammar) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()

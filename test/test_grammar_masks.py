@@ -1,0 +1,166 @@
+"""Rows that follow a grammar, on a real engine of a tiny model: what they may say, how they end, and who else notices."""
+
+import json
+import re
+import time
+
+import pytest
+import torch
+from jsonschema import Draft202012Validator
+from models import TINY, random_weights
+from test_worker import Harness
+
+from rwkv_batch.grammar.masks import Columns, Grammars
+from rwkv_batch.request import Grammar
+from rwkv_batch.session_messages import Session
+from rwkv_batch.text.grammar import of_schema
+from sampling.masks import pack, unpack
+from sampling.params import SamplingParams
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+DRAWN = SamplingParams(temperature=1, top_k=0, top_p=1, seed=5)
+
+
+class GrammarHarness(Harness):
+    """The same with grammars."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        grammars = Grammars(self.tokenizer, random_weights(TINY, options.get("vocab", 256)).output_ids.tolist())
+        self.worker = type(self.worker)(
+            self.engine, self.scheduler, self.tokenizer, self.deliver, sessions=self.sessions, grammars=grammars
+        )
+
+    def run(self, seconds=60):
+        deadline = time.monotonic() + seconds
+        while self.worker._active or self.worker._step or self.worker._preparing or self.worker._inbox._queue.qsize():
+            self.worker.step()
+            assert time.monotonic() < deadline, "the rows do not come to their ends"
+
+    def say(self, grammar, *, prompt=(5, 7), **fields):
+        """Return the texts of a request's rows and their reasons."""
+        self.submit("row", [list(prompt)], grammar=grammar, **{"sampling": DRAWN, "max_tokens": 200, **fields})
+        self.run()
+        assert not self.failures, self.failures
+        texts, finishes = self.texts.pop("row", {}), self.finishes.pop("row")
+        return [texts.get(index, "") for index in sorted(finishes)], [finishes[index].reason for index in sorted(finishes)]
+
+
+@pytest.mark.parametrize("vocab", [256, 65536])
+def test_a_row_says_what_its_schema_allows_and_ends_with_it(vocab):
+    harness = GrammarHarness(vocab=vocab)
+    texts, reasons = harness.say(of_schema(PERSON, "response_format"), copies=4)
+    assert reasons == ["stop"] * 4
+    for text in texts:
+        Draft202012Validator(PERSON).validate(json.loads(text))
+    assert len(set(texts)) > 1
+
+
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_a_row_ends_where_its_grammar_allows_nothing_more(ignore_eos):
+    harness = GrammarHarness(vocab=65536)
+    sampling = SamplingParams(temperature=1, top_k=0, top_p=1, seed=5, ignore_eos=ignore_eos)
+    for pattern in ("[a-c]{3,9}", "(yes|no)", "constant text", "[你好é]{4}", "a"):
+        (text,), (reason,) = harness.say(Grammar("regex", pattern, "p"), sampling=sampling, max_tokens=50)
+        assert re.fullmatch(pattern, text)
+        assert reason == "stop"
+    grammar = Grammar("lark", 'start: "(" start ")" | "x"', "p")
+    (text,), _ = harness.say(grammar, sampling=sampling)
+    assert re.fullmatch(r"(\(*)x(\)*)", text)
+    assert text.count("(") == text.count(")")
+
+
+def test_a_row_may_be_cut_by_its_length_and_by_stops():
+    harness = GrammarHarness()
+    grammar = Grammar("regex", "x{100}", "p")
+    (text,), (reason,) = harness.say(grammar, max_tokens=5)
+    assert (set(text), reason) == ({"x"}, "length")
+    (text,), (reason,) = harness.say(Grammar("regex", "one, two, three[0-9]", "p"), stop_texts=[b" three"])
+    assert (text, reason) == ("one, two,", "stop")
+    assert harness.say(grammar, max_tokens=0) == ([""], ["length"])
+
+
+def test_a_grammar_that_allows_everything_changes_nothing():
+    anything = Grammar("lark", "start: <[0-255]>*", "p")
+    harness = GrammarHarness()
+    free = harness.say(None, copies=3, max_tokens=24)
+    assert harness.say(anything, copies=3, max_tokens=24) == free
+
+
+def test_plain_rows_run_in_every_step_and_say_the_same():
+    def run(masked):
+        harness = GrammarHarness()
+        steps = []
+        submit = harness.engine.submit
+        harness.engine.submit = lambda plan: steps.append({row.sequence.request.id for row in plan.rows}) or submit(plan)
+        harness.submit("plain", [[3, 4], [9]], sampling=DRAWN, max_tokens=60)
+        if masked:
+            harness.submit("masked", [[5, 7]], sampling=DRAWN, max_tokens=60, grammar=of_schema(PERSON, "p"), copies=3)
+        harness.run()
+        assert not harness.failures
+        return dict(harness.texts["plain"]), steps
+
+    (texts, steps), (alone, _) = run(True), run(False)
+    assert texts == alone
+    plain = [step for step in steps if "plain" in step]
+    assert steps[: len(plain)] == plain
+    assert any("masked" in step for step in plain)
+
+
+def test_sessions_logprobs_and_penalties_go_on_working():
+    harness = GrammarHarness()
+    sampling = SamplingParams(temperature=1, seed=1, alpha_presence=0.5, alpha_frequency=0.5, logprobs=2)
+    (text,), _ = harness.say(of_schema(PERSON, "p"), sampling=sampling, session=Session(name="s"))
+    json.loads(text)
+    elapsed = harness.sessions.states["s"].elapsed
+    assert elapsed == 2 + len(harness.tokenizer.encode(text)) or elapsed > 2
+    (text,), _ = harness.say(None, session=Session(name="s"), max_tokens=4)
+    assert harness.sessions.states["s"].elapsed > elapsed
+
+
+def test_a_wrong_grammar_fails_its_request_alone():
+    harness = GrammarHarness()
+    harness.submit("free", [[3]], max_tokens=5)
+    wrong = {
+        "keyword": (Grammar("json_schema", '{"type": "array", "uniqueItems": true}', "response_format"), "uniqueItems"),
+        "regex": (Grammar("regex", "(?=a)b", "guided_regex"), "look-around"),
+        "nothing": (Grammar("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "p"), "greater than maximum"),
+        "session": (Grammar("regex", "()", "p"), "empty"),
+    }
+    for id, (grammar, _) in wrong.items():
+        harness.submit(id, [[5]], grammar=grammar, session=Session(name="s") if id == "session" else None)
+    harness.run()
+    for id, (grammar, word) in wrong.items():
+        assert word in harness.failures[id].message
+        assert (harness.failures[id].param, harness.failures[id].error) == (grammar.param, "InvalidRequest")
+    assert harness.sessions.released == ["s"]
+    assert harness.finishes["free"][0].reason == "length"
+    assert harness.worker._num_waiting == 0
+
+
+def test_a_cancelled_request_is_gone_whatever_it_waits_for():
+    harness = GrammarHarness()
+    for number in range(6):
+        harness.submit(f"r{number}", [[5]], grammar=of_schema(PERSON, "p"), sampling=DRAWN)
+        for _ in range(number):
+            harness.worker.step()
+        harness.worker.cancel(f"r{number}")
+    harness.run()
+    assert harness.worker._num_waiting == 0
+    assert harness.scheduler.num_free == 8
+    assert not any(harness.finishes.values())
+
+
+def test_columns_of_a_reduced_vocabulary():
+    ids = [0, 3, 4, 31, 32, 33, 64, 70]
+    columns = Columns(ids, 71)
+    flags = torch.zeros(96, dtype=torch.bool)
+    flags[[3, 31, 33, 40, 70]] = True
+    assert unpack(columns.of(pack(flags).numpy()), 8).tolist() == [id in (3, 31, 33, 70) for id in ids]
+    assert unpack(columns.only(33), 8).tolist() == [id == 33 for id in ids]
+    assert unpack(Columns(range(64), 71).only(31), 64).nonzero().tolist() == [[31]]
