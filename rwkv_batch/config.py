@@ -22,6 +22,7 @@ from rwkv_batch.secrets import exposed, read_api_keys, read_password
 PREFIX = "RWKV_BATCH_"
 COMPILE_MODE = "max-autotune-no-cudagraphs"
 MODEL_SUFFIXES = (".pth", ".safetensors", ".st", ".rwkv")  # the last is the packed demo model's
+MAX_QUEUE = 1_048_576
 MAX_SLOTS = 65_535  # blocks of a CUDA grid along y
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo"
 
@@ -150,7 +151,7 @@ class Config:
     max_logprobs: int = setting(20, "limits", "most likely tokens that can be reported at each place", low=0, high=1024)
     max_logit_bias: int = setting(1024, "limits", "entries of a logit bias", low=0, high=65536)
     max_grammar_bytes: int = setting(2**20, "limits", "length of a JSON schema, a regex or a grammar, bytes", low=1, high=2**26)
-    queue: int = setting(512, "limits", "requests that may wait; one more is answered 429", low=1, high=1_048_576)
+    queue: int = setting(512, "limits", "requests that may wait; one more is answered 429", low=1, high=MAX_QUEUE)
     translate_ratio: float = setting(
         3.0, "limits", "tokens of a translation for each token of its text, at most", low=0.5, high=100
     )
@@ -186,6 +187,13 @@ class Config:
     heartbeat: float = setting(0.5, "life", "time between two signs of life of engine and HTTP processes", low=0.05, high=10)
     peer_seconds: float = setting(15.0, "life", "silence after which engine or HTTP process is given up", low=1, high=3600)
     ping_seconds: float = setting(15.0, "life", "silence in an answer until a sign of life is sent", low=0.1, high=3600)
+
+    batch_window_mib: int = setting(
+        256, "batch", "lines being answered, and answers that wait for that of an earlier line, MiB", low=1, high=1_048_576
+    )
+    batch_sync_seconds: float = setting(
+        5.0, "batch", "time between two orders to the disk to keep the answers; 0 = one at the end", low=0, high=86400
+    )
 
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "logs", "how much is logged, to stderr")
     access_log: bool = setting(True, "logs", "one line for each request")
@@ -308,7 +316,11 @@ def model_files(path: Path) -> list[Path]:
 
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     """Read flags, environment and settings file. Raises UsageError; `--help` and `--version` print and exit with 0."""
-    flags = read_flags(argv)
+    return from_layers(read_flags(make_parser(), argv), environ)
+
+
+def from_layers(flags: dict[str, Any], environ: Mapping[str, str]) -> Config:
+    """The settings of these flags, the environment and the settings file. Raises UsageError."""
     path = flags.pop("config", None) or environ.get(PREFIX + "CONFIG")
     values: dict[str, Any] = {}
     for layer in (read_file(path) if path else {}, read_environment(environ), flags):
@@ -320,9 +332,9 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     return Config(**values)
 
 
-def read_flags(argv: Sequence[str]) -> dict[str, Any]:
+def read_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
     """The settings on the command line. Raises UsageError, which never shows what stands behind a flag that is not known."""
-    known, unknown = make_parser().parse_known_args(argv)
+    known, unknown = parser.parse_known_args(argv)
     if unknown:
         flag = unknown[0].partition("=")[0]
         if not flag.startswith("-"):
@@ -402,6 +414,7 @@ HEADINGS = {
     "http": "address and access",
     "limits": "limits",
     "life": "start, stop, watching",
+    "batch": "batch files (the command batch)",
     "logs": "logs",
     "development": "development",
 }
@@ -419,7 +432,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line. Flags that are not given are absent from the result, so that they do not hide environment or file."""
     parser = OneLineParser(
         description="HTTP server for batch inference with RWKV-7.",
-        epilog=f"Each flag can also be set in the environment ({PREFIX}PORT=8000) or in the file of --config (port = 8000); "
+        epilog="In front of the flags, `batch IN OUT` answers the lines of a file instead (see batch --help). "
+        f"Each flag can also be set in the environment ({PREFIX}PORT=8000) or in the file of --config (port = 8000); "
         "a flag wins over the environment, the environment over the file.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,

@@ -15,7 +15,10 @@ with contextlib.suppress(ImportError):  # a machine for GPU tests may lack it
     settings.load_profile("default")
 
 # Each of their tests starts what it needs.
-OWN_SERVERS = ("test_live_checkpoints", "test_live_fuzz", "test_live_load", "test_live_processes", "test_live_soak")
+OWN_SERVERS = (
+    "test_live_batch_file", "test_live_checkpoints", "test_live_fuzz", "test_live_load", "test_live_processes",
+    "test_live_soak",
+)  # fmt: skip
 
 
 @pytest.hookimpl(optionalhook=True)

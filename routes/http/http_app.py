@@ -223,6 +223,10 @@ class HttpApp:
             await asyncio.wait_for(ended.wait(), PLAIN_SECONDS)
         if not ended.is_set():
             return StreamingAnswer(context, ticket, DOCUMENT, min(BLANK_SECONDS, self.config.ping_seconds))
+        return await self.gathered(ticket)
+
+    async def gathered(self, ticket: Ticket) -> Response:
+        """The document of a ticket that has ended. Raises what the request failed with."""
         if ticket.failure is not None:
             raise ticket.failure.exception()
         items = []

@@ -273,8 +273,10 @@ class EngineServer:
 
     def _give_up(self, owner: bytes, reason: str) -> None:
         if self._peers.pop(owner, None) is not None:
-            self._live = {key: value for key, value in self._live.items() if value[0] != owner}
-            log.warning("an HTTP process %s: its requests are cancelled", reason)
+            theirs = [key for key, (peer, _) in self._live.items() if peer == owner]
+            for key in theirs:
+                del self._live[key]
+            log.log(logging.WARNING if theirs else logging.DEBUG, "an HTTP process %s: its requests are cancelled", reason)
             if self.core is not None:
                 self.core.cancel_owner(owner)
 

@@ -24,26 +24,37 @@ STACKS_SECONDS = 1.0  # that a silent child gets to say where it hangs
 
 
 class Birth(msgspec.Struct):
-    """The first line a child reads."""
+    """The first line a child reads. `arguments` is what its role is told beside the settings."""
 
     config: Config
     folder: str
     index: int
     parent: int
     engine_ready: bool
+    arguments: list[str] = []
 
 
 class Child:
     """One process and the socket to it. `program` starts it, given its role."""
 
-    def __init__(self, program: Sequence[str], role: str, index: int, config: Config, folder: Path, engine_ready: bool = False):
+    def __init__(
+        self,
+        program: Sequence[str],
+        role: str,
+        index: int,
+        config: Config,
+        folder: Path,
+        engine_ready: bool = False,
+        arguments: Sequence[str] = (),
+    ):
         self.role = role
         self.index = index
         self.ready = False
         self.idle = False
         self.silent = 0.0  # seconds since its last sign of life, as `wait` counts them
         self.suspected = False
-        self._patience = (config.start_silence_seconds, getattr(config, f"{role}_silence_seconds"))
+        silence = config.engine_silence_seconds if role == "engine" else config.http_silence_seconds
+        self._patience = (config.start_silence_seconds, silence)
         self._unread = b""
         self.socket, theirs = socket.socketpair()
         hidden = ("ROBYN_", "RWKV_BATCH_PASSWORD", "RWKV_BATCH_API_KEY", "RWKV_BATCH_CONFIG")
@@ -57,7 +68,8 @@ class Child:
                 self.socket.close()
                 raise
         with contextlib.suppress(OSError):  # it has ended already: the next turn finds it dead
-            self.socket.sendall(msgspec.json.encode(Birth(config, str(folder), index, os.getpid(), engine_ready)) + b"\n")
+            birth = Birth(config, str(folder), index, os.getpid(), engine_ready, list(arguments))
+            self.socket.sendall(msgspec.json.encode(birth) + b"\n")
         self.socket.setblocking(False)
 
     @property
@@ -68,7 +80,7 @@ class Child:
     @property
     def name(self) -> str:
         """For people."""
-        return "engine" if self.role == "engine" else f"HTTP process {self.index}"
+        return f"HTTP process {self.index}" if self.role == "http" else self.role
 
     def order(self, word: str) -> None:
         """Send "drain" or "stop"; a dead child does not mind."""

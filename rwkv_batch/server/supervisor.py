@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,19 @@ KILL_SECONDS = 5.0  # until a killed process is gone, unless the kernel holds it
 
 
 class Supervisor:
-    """Keeps one engine and `config.http_workers` HTTP processes alive until told to stop. `program` starts a child."""
+    """Keeps one engine and `config.http_workers` HTTP processes alive until told to stop. `program` starts a child.
 
-    def __init__(self, config: Config, folder: Path, program: Sequence[str]):
+    front      role of the processes that stand before the engine
+    arguments  what each child is told beside the settings
+    """
+
+    front = "http"
+
+    def __init__(self, config: Config, folder: Path, program: Sequence[str], arguments: Sequence[str] = ()):
         self.config = config
         self.folder = folder
         self.program = program
+        self.arguments = arguments
         self.children: list[Child] = []
         self.due: list[tuple[float, str, int]] = []  # when, which role and index to start
         self.crashes: deque[float] = deque()
@@ -58,6 +65,15 @@ class Supervisor:
         self.watched = time.monotonic()
         self.selector = selectors.DefaultSelector()
 
+    @property
+    def num_fronts(self) -> int:
+        """How many processes stand before the engine."""
+        return self.config.http_workers
+
+    def announce(self, info: EngineInfo) -> None:
+        """All are ready: say so."""
+        announce(self.config, info)
+
     def run(self) -> int:
         """Start everything, watch it, stop it; returns the exit code."""
         waker, wake = socket.socketpair()
@@ -70,7 +86,7 @@ class Supervisor:
             signal.signal(signal.SIGHUP, lambda number, frame: setattr(self, "hung_up", True))
         self.selector.register(waker, selectors.EVENT_READ)
         now = time.monotonic()
-        self.due = [(now, "engine", 0), *((now, "http", index) for index in range(self.config.http_workers))]
+        self.due = [(now, "engine", 0), *((now, self.front, index) for index in range(self.num_fronts))]
         try:
             while True:
                 code = self.turn()
@@ -106,7 +122,7 @@ class Supervisor:
                 return 128 + number
             self.drain(now)
         if self.draining_until is not None:
-            waiting = [child for child in self.children if child.role == "http" and not child.idle]
+            waiting = [child for child in self.children if child.role == self.front and not child.idle]
             return self.stop() if not waiting or now >= self.draining_until else None
         for start in [start for start in self.due if start[0] <= now]:
             self.due.remove(start)
@@ -134,7 +150,7 @@ class Supervisor:
     def start(self, role: str, index: int) -> None:
         """Start one process."""
         engine_ready = any(child.role == "engine" and child.ready for child in self.children)
-        child = Child(self.program, role, index, self.config, self.folder, engine_ready)
+        child = Child(self.program, role, index, self.config, self.folder, engine_ready, self.arguments)
         self.children.append(child)
         self.selector.register(child.socket, selectors.EVENT_READ)
 
@@ -148,16 +164,13 @@ class Supervisor:
                     log.warning("the engine is back")
             if self.info is not None and not self.announced and all(child.ready for child in self.children):
                 self.announced = True
-                announce(self.config, self.info)
+                self.announce(self.info)
         elif report["event"] == "idle":
             child.idle = True
 
     def bury(self, child: Child, status: int) -> int | None:
         """A child has ended: decide whether and when it starts again; returns the exit code when the server must end."""
-        self.children.remove(child)
-        self.selector.unregister(child.socket)
-        child.socket.close()
-        metrics.forget(self.folder / "metrics", child.key)
+        self.retire(child)
         how = str(status)
         if status < 0:
             how = signal.Signals(-status).name if -status in list(signal.Signals) else f"SIGRT{-status}"
@@ -193,6 +206,13 @@ class Supervisor:
         self.due.append((now + pause, "http", child.index))
         return None
 
+    def retire(self, child: Child) -> None:
+        """Forget a child that has ended."""
+        self.children.remove(child)
+        self.selector.unregister(child.socket)
+        child.socket.close()
+        metrics.forget(self.folder / "metrics", child.key)
+
     def drain(self, now: float) -> None:
         """Refuse what is new, let run what runs."""
         say(f"finishing what runs, at most {self.config.drain_seconds:g} s; a second signal stops at once")
@@ -203,7 +223,7 @@ class Supervisor:
 
     def stop(self) -> int:
         """End the HTTP processes, then the engine; what does not end in time is killed, and all at the next signal."""
-        for role, seconds in (("http", HTTP_STOP_SECONDS), ("engine", self.config.engine_stop_seconds)):
+        for role, seconds in ((self.front, HTTP_STOP_SECONDS), ("engine", self.config.engine_stop_seconds)):
             group = [child for child in self.children if child.role == role]
             for child in group:
                 child.order("stop")
@@ -229,22 +249,33 @@ class Supervisor:
 
 def serve(argv: Sequence[str], environ: Mapping[str, str], program: Sequence[str]) -> int:
     """Run the server with these flags; returns the exit code. `program` is the command that starts a child, given its role."""
-    folder = None
     try:
-        config = load(argv, environ).resolved()
-        if config.fake_engine is None:
-            config = replace(config, model_path=str(find_model(config)))
-        set_up_logging(config)
+        config = begin(load(argv, environ))
         config, claim = claim_port(config)
-        folder, lock = make_folder()
-        metrics.use_folder(folder / "metrics", "supervisor")
-        say(f"loading {config.model_path or 'no model, the engine is a stand-in'}")
-        with claim:
+        with own_folder() as folder, claim:
+            say(f"loading {config.model_path or 'no model, the engine is a stand-in'}")
             return Supervisor(config, folder, program).run()
     except RwkvBatchError as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)
         return EXIT_USAGE
+
+
+def begin(config: Config) -> Config:
+    """Settle what depends on this machine, and begin to log. Raises UsageError."""
+    config = config.resolved()
+    if config.fake_engine is None:
+        config = replace(config, model_path=str(find_model(config)))
+    set_up_logging(config)
+    return config
+
+
+@contextlib.contextmanager
+def own_folder() -> Iterator[Path]:
+    """A folder for sockets and figures, removed at the end. Raises UsageError."""
+    folder, lock = make_folder()
+    try:
+        metrics.use_folder(folder / "metrics", "supervisor")
+        yield folder
     finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)

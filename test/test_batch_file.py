@@ -1,0 +1,207 @@
+"""The command `batch`, as far as it can be seen without starting it: lines in, lines out, and how it goes on."""
+
+import io
+import json
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from routes.http.replies import Response
+from routes.offline import answer_file
+from routes.offline.answer_file import AnswerFile, answered, unanswered
+from routes.offline.request_file import ENVELOPE_BYTES, RequestFile, UnusableLine, check_body, id_of, read_call
+from rwkv_batch.config import Config
+from rwkv_batch.errors import InvalidRequest, UsageError
+from rwkv_batch.server import batch_command
+
+CONFIG = Config()
+OK = Response(b'{"text": "one\\ntwo \xe2\x80\xa8 three"}')
+
+
+def request_line(custom_id, url="/v1/completions", **more) -> bytes:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": {"prompt": "a"}, **more}).encode() + b"\n"
+
+
+def requests_of(*lines: bytes, max_bytes: int = CONFIG.max_body_bytes) -> RequestFile:
+    return RequestFile(io.BytesIO(b"".join(lines)), max_bytes)
+
+
+def answer_lines(*ids: str) -> bytes:
+    return b"".join(answered(name, "r", OK) for name in ids)
+
+
+@pytest.fixture
+def resume(tmp_path):
+    """Opens an OUT with this content for an IN with these lines; closes it at the end."""
+    opened = []
+
+    def run(content: bytes, *lines: bytes) -> AnswerFile:
+        path = tmp_path / "out.jsonl"
+        path.write_bytes(content)
+        opened.append(AnswerFile(path))
+        opened[-1].resume(requests_of(*lines))
+        return opened[-1]
+
+    yield run
+    for file in opened:
+        file.close()
+
+
+def test_lines_are_counted_as_an_editor_does():
+    requests = requests_of(b"\xef\xbb\xbf" + request_line("a"), b"\n", b"  \r\n", request_line("b"), request_line("c")[:-1])
+    assert [(line.number, read_call(line, CONFIG).custom_id) for line in requests] == [(1, "a"), (4, "b"), (5, "c")]
+
+
+def test_a_line_that_is_too_long_is_passed_over_without_reading_it_whole():
+    long = b'"' + b"x" * (5 * 2**20) + b'"\n'
+    lines = list(requests_of(request_line("a"), long, request_line("b"), max_bytes=2**20))
+    assert [line.number for line in lines] == [1, 2, 3]
+    assert lines[1].data is None
+    with pytest.raises(UnusableLine, match="line 2: it is over"):
+        read_call(lines[1], CONFIG)
+    assert len(next(requests_of(long, max_bytes=len(long) - ENVELOPE_BYTES)).data) == len(long)
+
+
+def test_ids_that_come_again_are_counted():
+    requests = requests_of(*map(request_line, ["a", "b", "a", "c", "b", "a"]), request_line(7), request_line(7), b"{\n", b"{\n")
+    assert len(list(requests)) == 10
+    assert (requests.num_repeated, requests.first_repeated.number) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "custom_id"),
+    [
+        (b"no json", "invalid_json_line", None),
+        (b"[1]", "invalid_json_line", None),
+        (b'{"custom_id": "a"', "invalid_json_line", None),
+        (b"[" * 100, "invalid_json_line", None),
+        (request_line(5), "invalid_custom_id", None),
+        (b'{"url": "/v1/completions", "body": {}}', "invalid_custom_id", None),
+        (request_line("a", method="GET"), "invalid_method", "a"),
+        (request_line("a", url="/v1/images"), "invalid_url", "a"),
+        (request_line("a", url=["/v1/completions"]), "invalid_url", "a"),
+        (request_line("a", body=[1]), "invalid_body", "a"),
+    ],
+)
+def test_what_is_no_request_gets_a_line_that_says_why(data, code, custom_id):
+    (line,) = requests_of(data)
+    with pytest.raises(UnusableLine) as error:
+        read_call(line, CONFIG)
+    answer = json.loads(unanswered(error.value))
+    assert (answer["custom_id"], answer["response"], answer["error"]["code"]) == (custom_id, None, code)
+    assert answer["error"]["message"].startswith("line 1: ")
+
+
+@pytest.mark.parametrize("name", ["stream", "session_id", "previous_response_id"])
+def test_streams_and_sessions_are_refused_by_name(name):
+    (line,) = requests_of(request_line("a", body={"prompt": "a", name: "x"}))
+    with pytest.raises(InvalidRequest) as error:
+        check_body(read_call(line, CONFIG))
+    assert error.value.param == name
+
+
+def test_responses_are_not_stored():
+    (line,) = requests_of(request_line("a", url="/v1/responses", body={"input": "a", "store": True}))
+    call = read_call(line, CONFIG)
+    check_body(call)
+    assert call.body["store"] is False
+
+
+def test_an_answer_is_one_line_with_the_document_as_it_is():
+    line = answered('"é\n', "id", OK)
+    assert line.count(b"\n") == 1
+    answer = json.loads(line)
+    assert answer.pop("id").startswith("batch_req_")
+    assert answer == {
+        "custom_id": '"é\n',
+        "response": {"status_code": 200, "request_id": "id", "body": json.loads(OK.body)},
+        "error": None,
+    }
+
+
+def test_answers_keep_the_order_of_the_requests(tmp_path):
+    path = tmp_path / "out"
+    answers = AnswerFile(path)
+    answers.put(2, b"two\n", failed=True)
+    answers.put(1, b"one\n", failed=False)
+    assert (answers.num_lines, answers.num_held, path.read_bytes()) == (0, 8, b"")
+    answers.put(0, b"nil\n", failed=False)
+    answers.sync()
+    assert (answers.num_lines, answers.num_errors, answers.num_held, path.read_bytes()) == (3, 1, 0, b"nil\none\ntwo\n")
+    answers.close()
+
+
+@given(cut=st.integers(0, 3 * len(answer_lines("a"))), nulls=st.integers(0, 3))
+def test_whatever_a_crash_leaves_is_cut_back_to_whole_lines(tmp_path_factory, cut, nulls):
+    """A kill leaves part of a line, a power cut perhaps zeros behind it."""
+    whole = answer_lines("a", "b", "c")
+    path = tmp_path_factory.mktemp("cut") / "out"
+    path.write_bytes(whole[:cut] + b"\0" * nulls)
+    answers, requests = AnswerFile(path), requests_of(*map(request_line, "abcd"))
+    answers.resume(requests)
+    kept = whole[:cut].count(b"\n")
+    assert answers.num_lines == kept
+    assert read_call(next(requests), CONFIG).custom_id == "abcd"[kept]
+    answers.put(kept, b"next\n", failed=False)
+    answers.close()
+    assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:kept]) + b"next\n"
+
+
+def test_errors_of_earlier_runs_count(resume):
+    failed = answered("a", "r", Response(b"{}", 400))
+    (line,) = requests_of(b"{\n")
+    with pytest.raises(UnusableLine) as error:
+        read_call(line, CONFIG)
+    answers = resume(failed + unanswered(error.value) + answer_lines("c"), request_line("a"), b"{\n", request_line("c"))
+    assert (answers.num_lines, answers.num_errors) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"my thesis\n", "something else"),
+        (b"my thesis", "something else"),
+        (b'{"id": 1}\n', "something else"),
+        (answer_lines("a") + b"edited\n" + answer_lines("c"), "line 2 is something else"),
+        (answer_lines("a", "x"), "answer 2 is not to line 3"),
+        (answer_lines("a", "b", "c"), "more answers"),
+    ],
+)
+def test_a_file_of_something_else_stays_as_it_is(resume, tmp_path, content, why):
+    with pytest.raises(UsageError, match=why):
+        resume(content, request_line("a"), b"\n", request_line("b"))
+    assert (tmp_path / "out.jsonl").read_bytes() == content
+
+
+def test_two_commands_cannot_write_one_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(answer_file, "LOCK_SECONDS", 0.0)
+    first = AnswerFile(tmp_path / "out")
+    with pytest.raises(UsageError, match="another command"):
+        AnswerFile(tmp_path / "out")
+    first.close()
+    AnswerFile(tmp_path / "out").close()
+
+
+def test_the_id_of_a_line_is_read_without_the_rest():
+    assert id_of(b'{"body": {"custom_id": "x"}, "custom_id": "y"}') == "y"
+    assert [id_of(data) for data in (b"{", b"[]", b'{"custom_id": 7}', b'{"custom_id": "\xff"}', None)] == [None] * 5
+
+
+def test_files_that_cannot_be_those_of_a_batch_are_refused_before_anything_starts(tmp_path, capsys):
+    there = tmp_path / "in.jsonl"
+    there.write_text("")
+    os.link(there, tmp_path / "link")
+    for argv, word in [
+        ([], "IN, OUT"),
+        ([str(there)], "OUT"),
+        ([str(tmp_path / "none"), str(tmp_path / "out")], "cannot open"),
+        ([str(there), str(tmp_path / "none" / "out")], "cannot open"),
+        ([str(there), str(tmp_path)], "cannot open"),
+        ([str(there), str(tmp_path / "link")], "the same file"),
+        ([str(there), str(tmp_path / "out"), "more"], "argument 3"),
+        ([str(there), str(tmp_path / "out"), "--prot", "1"], "--port"),
+    ]:
+        assert batch_command.answer_file(argv, {}, ["false"]) == 2
+        assert word in capsys.readouterr().err
