@@ -1,4 +1,4 @@
-"""The kernels of cuda/gemv.cu, grouped.cu, sparse_ffn.cu and lora.cuh on a GPU against float64: tokens, overlap, errors."""
+"""The kernels of cuda/linear/ for few tokens and for low-rank pairs on a GPU against float64: tokens, overlap, errors."""
 
 import functools
 

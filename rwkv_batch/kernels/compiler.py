@@ -71,7 +71,7 @@ class Toolchain:
 
     def sources(self) -> list[Path]:
         """The files to compile."""
-        return sorted(self.folder.glob(f"*{self.suffix}"))
+        return sorted(self.folder.rglob(f"*{self.suffix}"))
 
     def digest(self, arch: str) -> str:
         """Hash of everything the library depends on."""

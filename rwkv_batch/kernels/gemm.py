@@ -1,4 +1,4 @@
-"""Matrix products of many rows on Hopper GPUs (cuda/gemm.cu): out = x W^T with the weights on the tensor cores' tall side."""
+"""Matrix products of many rows on Hopper GPUs (cuda/linear/gemm.cu): out = x W^T, weights on the tensor cores' tall side."""
 
 import ctypes
 import functools

@@ -1,4 +1,4 @@
-"""The products of cuda/gemv.cu, grouped.cu and sparse_ffn.cu: few tokens, low-rank pairs, the sparse half of the channel mix.
+"""The products of cuda/linear/: few tokens, low-rank pairs, the sparse half of the channel mix.
 
 N tokens, width C, feed-forward width F; operands and results are fp16 unless said otherwise, sums are fp32. A token's result
 depends neither on the other tokens nor on its place among them. Up to 16 tokens it does not depend on N either, and in
@@ -25,7 +25,7 @@ MAX_MASKED = 16  # tokens of `masked_ffn`
 MASK_UNITS = 32  # units to a word of the active mask
 RANK_UNIT = 32  # the kernels' ranks are multiples of this
 PLANES = 6  # of `mixed`: r, k, v, w, a, g
-GROUPED_DOWN = 128  # tokens from which lora_down is a grouped product (cuda/grouped.cu), on Hopper GPUs
+GROUPED_DOWN = 128  # tokens from which lora_down is a grouped product (cuda/linear/grouped.cu), on Hopper GPUs
 GROUPED_UP = 128  # the same of lora_up
 GROUPED_ROWS = 128  # rows of weights of a tile
 GROUPED_K = 64  # values of k that are loaded at a time
@@ -34,7 +34,7 @@ RESERVED_CONFIGS = 2  # to be timed
 
 
 class GroupedConfig(NamedTuple):
-    """How a grouped product is cut up: see `start_grouped` in cuda/products.cuh. No tile: not grouped.
+    """How a grouped product is cut up: see `start_grouped` in cuda/linear/products.cuh. No tile: not grouped.
 
     tile    tokens of a tile: 32, 64, 128, 160 or 256
     splits  thread blocks that share a tile's K and add their sums in a fixed order, 1 to 8; of lora_down
@@ -105,7 +105,7 @@ class Lora:
 
 
 class Linear:
-    """The kernels of cuda/gemv.cu, grouped.cu and sparse_ffn.cu; ValueError, naming the argument, for tensors they cannot take.
+    """The kernels of cuda/linear/ for few tokens; ValueError, naming the argument, for tensors they cannot take.
 
     pdl  programmatic dependent launch: a kernel may start, and fetch its weights, while the one before it in the stream ends;
          its weights must not be written by that one

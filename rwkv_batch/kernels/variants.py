@@ -15,7 +15,7 @@ class Method(enum.StrEnum):
     """Which kernel multiplies."""
 
     CUBLAS = "cublas"
-    GEMM = "gemm"  # cuda/gemm.cu
+    GEMM = "gemm"  # cuda/linear/gemm.cu
     GEMV = "gemv"  # dot products, for few tokens
     SPARSE = "sparse"  # each token reads the rows of its own active units; of "ffn_value"
     MASKED = "masked"  # the rows of units that are active in some token are read once; of "ffn_value"

@@ -4,8 +4,8 @@
 // the copy engine's 128-byte swizzle: piece i of 16 bytes of row r lies at i ^ r % 8.
 #pragma once
 
-#include "cluster.cuh"
-#include "launch.cuh"
+#include "../cluster.cuh"
+#include "../launch.cuh"
 
 #include <cuda.h>
 

@@ -2,7 +2,7 @@
 // products that share a launch: out[n, j] = activation(bias[j] + sum over k of x[n, k] weight[j, k]).
 #pragma once
 
-#include "launch.cuh"
+#include "../launch.cuh"
 
 namespace rwkv {
 
