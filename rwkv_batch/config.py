@@ -150,6 +150,14 @@ class Config:
     max_stop_bytes: int = setting(256, "limits", "length of one stop text, bytes", low=1, high=65536)
     max_logprobs: int = setting(20, "limits", "most likely tokens that can be reported at each place", low=0, high=1024)
     max_logit_bias: int = setting(1024, "limits", "entries of a logit bias", low=0, high=65536)
+    max_tools: int = setting(256, "limits", "tools in one request", low=0, high=65536)
+    max_tools_bytes: int = setting(
+        2**19,
+        "limits",
+        "names, descriptions and schemas of a request's tools as the model is told of them, bytes",
+        low=0,
+        high=2**26,
+    )
     max_grammar_bytes: int = setting(2**20, "limits", "length of a JSON schema, a regex or a grammar, bytes", low=1, high=2**26)
     queue: int = setting(512, "limits", "requests that may wait; one more is answered 429", low=1, high=MAX_QUEUE)
     translate_ratio: float = setting(

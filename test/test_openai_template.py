@@ -32,12 +32,47 @@ PARTS = st.one_of(
 )
 ROLES = st.sampled_from(["user", "assistant", "system", "developer", "tool", "function", "User", "ASSISTANT"])
 CONTENTS = TEXTS | st.none() | st.lists(PARTS, max_size=3)
-MESSAGES = st.fixed_dictionaries({"role": ROLES, "content": CONTENTS}, optional={"refusal": TEXTS | st.none()})
+NAMED = st.sampled_from(["f", "get.weather", "世界"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+OBJECTS = st.dictionaries(st.text(max_size=4), VALUES, max_size=3)
+ARGUMENTS = TEXTS | OBJECTS | st.none()
+CALLED = st.fixed_dictionaries({"name": NAMED, "arguments": ARGUMENTS})
+CALLS = st.lists(st.builds(lambda call: {"id": "call_1", "type": "function", "function": call}, CALLED), max_size=2)
+MESSAGES = st.fixed_dictionaries(
+    {"role": ROLES, "content": CONTENTS},
+    optional={"refusal": TEXTS | st.none(), "tool_calls": CALLS | st.none(), "function_call": CALLED | st.none()},
+)
+SCHEMAS = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.just("object"),
+        "properties": st.dictionaries(st.sampled_from("abc\n"), VALUES, max_size=3) | st.none(),
+        "required": st.lists(st.sampled_from("abcd"), max_size=3) | st.none(),
+        "$defs": OBJECTS,
+        "definitions": OBJECTS | st.none(),
+    },
+)
+FUNCTIONS = st.fixed_dictionaries(
+    {"name": NAMED}, optional={"description": TEXTS | st.none(), "parameters": SCHEMAS | st.none(), "strict": st.booleans()}
+)
+TOOLS = st.lists(
+    st.one_of(
+        st.builds(lambda function: {"type": "function", "function": function}, FUNCTIONS),
+        FUNCTIONS,
+        st.just({"type": "web_search"}),
+    ),
+    max_size=3,
+    unique_by=lambda tool: tool.get("function", tool).get("name"),
+)
 
 
-def served(messages: list[dict], *, think: bool) -> str:
+def served(messages: list[dict], *, think: bool, **more) -> str:
     """What the server makes of the conversation."""
-    return Conversation.model_validate({"messages": messages, "enable_thinking": think}).templated()
+    return Conversation.model_validate({"messages": messages, "enable_thinking": think, **more}).templated()
 
 
 @given(st.lists(MESSAGES, max_size=6), st.booleans())
@@ -59,6 +94,39 @@ def test_the_template_renders_as_the_server_does(messages, think):
         assert template.render(messages=messages, add_generation_prompt=True, enable_thinking=think) == right, name
         if not think:
             assert template.render(messages=messages, add_generation_prompt=True) == right, name
+
+
+@given(TOOLS, st.sampled_from(["auto", "required", None]), st.booleans(), st.sampled_from(["", "Be kind."]))
+def test_tools_are_told_as_the_server_tells_them(tools, choice, think, system):
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "a"}]
+    more = {"tools": tools, "tool_choice": choice}
+    try:
+        right = served(messages, think=think, **more)
+    except InvalidRequest:  # a call is required, and there is nothing to call
+        return
+    for name, template in TEMPLATES.items():
+        assert template.render(messages=messages, add_generation_prompt=True, enable_thinking=think, **more) == right, name
+
+
+def test_the_trained_form():
+    """Byte for byte what the models were trained on, see RWKV7-G1x-templates.txt."""
+    properties = {"date": {"type": "string"}, "duration_minutes": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    function = {"name": "find_free_slots", "description": "Find free calendar slots", "parameters": parameters}
+    call = {"name": "find_free_slots", "arguments": '{"date":"2026-05-08","duration_minutes":30}'}
+    messages = [
+        {"role": "user", "content": "Schedule a sync."},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": '{"free_slots":[]}'},
+    ]
+    tools = [{"type": "function", "function": function}]
+    assert served(messages, think=False, tools=tools, tool_choice="required") == (
+        'System: Tools:\n[\n{"name":"find_free_slots","description":"Find free calendar slots",'
+        '"arguments":{"date":{"type":"string"},"duration_minutes":{"type":"integer"}}}\n]\nReturn only a JSON function call.'
+        "\n\nUser: Schedule a sync."
+        '\n\nAssistant: ```json\n{"name":"find_free_slots","arguments":{"date":"2026-05-08","duration_minutes":30}}\n```'
+        '\n\nUser: Function output:\n{"free_slots":[]}\n\nAssistant: ```json'
+    )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

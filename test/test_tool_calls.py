@@ -2,7 +2,7 @@
 
 import json
 import time
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import pytest
 from hypothesis import example, given
@@ -104,7 +104,8 @@ def test_arguments_that_are_not_there_are_an_empty_object():
         "", " \n", "plain", "  both ends \n", "```", "``` ", "```json", "```json\n", "<tool_call>", "**Tool Call:** none",
         '```json\n{"a": 1}\n```\nThat was JSON.', '```json\n{"name":"unknown","arguments":{}}\n```', "```json\n[1, 2]\n```",
         '{"name":"f","age":3}', '{"name":"f","arguments":[1]}', '{"name":"f","arguments":3}', '{"name":{"f":1}}', "{}", "[",
-        '{"type":"object","properties":{}}', '```json\n{"name":"f","argu', '{"name":"f" "arguments":', '{"arguments":{},"name":"g"}',
+        '{"type":"object","properties":{}}', '```json\n{"name":"f","argu', '{"name":"f" "arguments":',
+        '{"arguments":{},"name":"g"}',
         "```json\n```json\nx", "x <tool_call", '{"name":"\\x","arguments":{}}', "}{", '{"name":"f","arguments":"no"}', '{"a":',
         '["name"]', "[{}]",
     ],
@@ -131,14 +132,13 @@ def test_nothing_is_looked_for_in_a_thought():
 
 
 PARTS = st.sampled_from(
-    ["```json\n", "```", "```\n", "<tool_call>", "</tool_call>", "**Tool Call:**", '{"name":"f",', '"arguments":', '{"a":"', '"}}',
-     "}", "{", "[", "]", ",", '"', "\\", "\n", " ", "text", '{"name":"f","arguments":{"a":1}}', '{"name":"no","arguments":{}}',
+    ["```json\n", "```", "```\n", "<tool_call>", "</tool_call>", "**Tool Call:**", '{"name":"f",', '"arguments":', '{"a":"',
+     '"}}', "}", "{", "[", "]", ",", '"', "\\", "\n", " ", "text", '{"name":"f","arguments":{"a":1}}',
+     '{"name":"no","arguments":{}}',
      '{"arguments":{},"name":"f"}', "`", "<", "*", "</think>", '{"x":1}', "null", "\x00", "\u2028", "世"]
 )  # fmt: skip
 REPLIES = st.lists(PARTS, max_size=14).map("".join) | st.text(alphabet='`{}[]":,\\fname <>/\n', max_size=30)
-SETTINGS = st.fixed_dictionaries(
-    {}, optional={"opened": st.booleans(), "limit": st.just(1), "after": st.just("</think>")}
-)
+SETTINGS = st.fixed_dictionaries({}, optional={"opened": st.booleans(), "limit": st.just(1), "after": st.just("</think>")})
 
 
 @given(REPLIES, st.lists(st.integers(0, 60), max_size=12), SETTINGS)
@@ -146,7 +146,7 @@ SETTINGS = st.fixed_dictionaries(
 @example('<tool_call>{"name":"f","arguments":{}}</tool_call>', [46, 47], {"opened": True})
 def test_borders_do_not_matter_and_nothing_is_lost(reply, cuts, settings):
     places = sorted({0, len(reply), *(cut for cut in cuts if cut < len(reply))})
-    pieces = parse(*(reply[begin:end] for begin, end in zip(places, places[1:], strict=False)), **settings)
+    pieces = parse(*(reply[begin:end] for begin, end in pairwise(places)), **settings)
     assert pieces == parse(reply, **settings) == parse(*reply, **settings)
     if not any(isinstance(piece, CallBegan) for piece in pieces):
         assert "".join(piece.text for piece in pieces) == reply
@@ -172,7 +172,8 @@ HOSTILE = {
     "text": "a b\n", "blanks": " ", "fences": "```\n", "marks": "**Tool Call:**", "lists": "[", "braces": "{",
     "empty": '```json\n{"a":1}\n', "calls": '```json\n{"name":"f","arguments":{}}\n```\n',
     "text in arguments": ('{"name":"f","arguments":{"a":"', "x\\n"), "deep": ('{"name":"f","arguments":', '{"a":'),
-    "deep, judged late": ('{"arguments":', '{"a":'), "late": ('{"arguments":{"a":"', "\\n"), "key": ('{"', "a"), "name": ('{"name":"', "f"),
+    "deep, judged late": ('{"arguments":', '{"a":'),
+    "late": ('{"arguments":{"a":"', "\\n"), "key": ('{"', "a"), "name": ('{"name":"', "f"),
 }  # fmt: skip
 
 

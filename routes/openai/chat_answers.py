@@ -4,9 +4,11 @@ from typing import Any
 
 from routes.http.context import RequestContext
 from routes.openai.answers import Formatter
-from routes.openai.reasoning import ReasoningParser
+from routes.openai.calls import GatheredCall, GatheredReply, in_message
+from routes.openai.reasoning import END, ReasoningParser
 from routes.openai.schemas import ChatBody
 from rwkv_batch.request import Delta, Finish, Request, TokenLogprob
+from rwkv_batch.text.tool_calls import CallArguments, CallBegan, CallEnded, Piece, Text
 
 THINK_TAG = "<think"  # what the prompt of a thinking chat ends in
 
@@ -26,7 +28,9 @@ class ChatFormatter(Formatter):
         self.raw_start = THINK_TAG + (">" + body.thought_begun if body.thought_begun else "") if raw else ""
         self.splits = body.splits
         self.hides = body.splits and body.thought_shown == "hidden"
-        self.contents: list[list[str]] = [[self.raw_start] for _ in range(self.num_choices)]
+        self.has_functions = body.has_functions
+        after = END if raw else ""
+        self.replies = [GatheredReply(body, opened=body.opens_call, after=after) for _ in range(self.num_choices)]
         self.reasonings: list[list[str]] = [[] for _ in range(self.num_choices)]
         self.logprobs: list[list[dict[str, Any]]] = [[] for _ in range(self.num_choices)]
 
@@ -34,19 +38,27 @@ class ChatFormatter(Formatter):
         """See Formatter."""
         thought, text, logprobs = self._split(delta)
         self.reasonings[delta.index].append(thought)
-        self.contents[delta.index].append(text)
+        self.replies[delta.index].feed(text)
         self.logprobs[delta.index] += self._described(logprobs)
 
     def choice(self, index: int) -> dict[str, Any]:
         """See Formatter."""
+        reply = self.replies[index]
+        reply.finish()
         message: dict[str, Any] = {"role": "assistant"}
         if self.splits and not self.hides:
             message["reasoning_content"] = "".join(self.reasonings[index]) + self.thoughts[index].finish()
+        text = self.raw_start + reply.text
+        message |= {"content": text or None if reply.calls else text, "refusal": None}
+        if reply.calls and self.has_functions:
+            message["function_call"] = in_message(reply.calls[0])["function"]
+        elif reply.calls:
+            message["tool_calls"] = [in_message(call) for call in reply.calls]
         return {
             "index": index,
-            "message": {**message, "content": "".join(self.contents[index]), "refusal": None},
+            "message": message,
             "logprobs": None if self.num_top is None else {"content": self.logprobs[index], "refusal": None},
-            "finish_reason": self.finishes[index].reason,
+            "finish_reason": self._reason(self.finishes[index]),
         }
 
     def first_chunk(self, index: int) -> str:
@@ -59,10 +71,14 @@ class ChatFormatter(Formatter):
         logprobs = None
         if self.num_top is not None and tokens:
             logprobs = {"content": self._described(tokens), "refusal": None}
-        if not (thought or text or logprobs or self.tells_usage_often):
-            return ""
-        added = {"reasoning_content": thought} if thought else {}
-        return self._chunk(delta.index, added | ({"content": text} if text or not thought else {}), logprobs)
+        deltas = [{"reasoning_content": thought}] if thought else []
+        deltas += self._deltas(delta.index, self.replies[delta.index].feed(text))
+        if not deltas and (logprobs or self.tells_usage_often):
+            deltas = [{"content": ""}]
+        if len(deltas) > 1 and deltas[0].keys() | deltas[1].keys() == {"reasoning_content", "content"}:
+            deltas[:2] = [deltas[0] | deltas[1]]
+        chunks = [self._chunk(delta.index, each, None if place else logprobs) for place, each in enumerate(deltas)]
+        return "".join(chunks)
 
     def end_chunk(self, finish: Finish) -> str:
         """The reason, after what was held back."""
@@ -70,7 +86,35 @@ class ChatFormatter(Formatter):
         if self.splits and not self.hides:
             thought = self.thoughts[finish.index].finish()
             rest = self._chunk(finish.index, {"reasoning_content": thought}) if thought else ""
-        return rest + self._chunk(finish.index, {}, reason=finish.reason)
+        for delta in self._deltas(finish.index, self.replies[finish.index].finish()):
+            rest += self._chunk(finish.index, delta)
+        return rest + self._chunk(finish.index, {}, reason=self._reason(finish))
+
+    def _reason(self, finish: Finish) -> str:
+        """Why a choice ended; a call counts unless the tokens were too few for all of it."""
+        if finish.reason != "stop" or not self.replies[finish.index].calls:
+            return finish.reason
+        return "function_call" if self.has_functions else "tool_calls"
+
+    def _deltas(self, index: int, pieces: list[Piece]) -> list[dict[str, Any]]:
+        """What pieces of a reply are in chunks. A custom tool's input comes as a whole."""
+        calls = self.replies[index].calls
+        deltas = []
+        for piece in pieces:
+            match piece:
+                case Text(text):
+                    deltas.append({"content": text})
+                case CallBegan(place, _) if not calls[place].custom:
+                    began = GatheredCall(calls[place].name, custom=False, id=calls[place].id)
+                    deltas.append(self._call_delta(place, in_message(began)))
+                case CallArguments(place, text) if not calls[place].custom:
+                    deltas.append(self._call_delta(place, {"function": {"arguments": text}}))
+                case CallEnded(place) if calls[place].custom:
+                    deltas.append(self._call_delta(place, in_message(calls[place])))
+        return deltas
+
+    def _call_delta(self, place: int, call: dict[str, Any]) -> dict[str, Any]:
+        return {"function_call": call["function"]} if self.has_functions else {"tool_calls": [{"index": place, **call}]}
 
     def _chunk(
         self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None

@@ -11,6 +11,7 @@ import msgspec
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from routes.openai.thinking import BUDGETS, ThinkingFields, ThoughtFields
+from routes.openai.tools import CallSpec, ToolFields
 from routes.schemas import (
     DEFAULT_STOPS,
     END_ID,
@@ -28,9 +29,9 @@ from routes.schemas import (
 )
 from rwkv_batch.config import Config
 from rwkv_batch.errors import BatchTooLarge, InvalidRequest
-from rwkv_batch.request import Loop, Request
+from rwkv_batch.request import Grammar, Loop, Request
 from rwkv_batch.session_messages import Session
-from rwkv_batch.text import prompts
+from rwkv_batch.text import grammar, prompts
 from rwkv_batch.text.prompts import Turn
 from sampling.params import SamplingParams
 
@@ -256,6 +257,8 @@ class ChatMessage(Message):
     """One message as the SDK sends it: an answer in the history may be a refusal."""
 
     refusal: str | None = None
+    tool_calls: Annotated[list[CallSpec], Field(fail_fast=True)] | None = None
+    function_call: CallSpec | None = None
     prefix: bool | None = None
     partial: bool | None = None
 
@@ -278,11 +281,13 @@ class ChatMessage(Message):
 
     def turn(self) -> Turn:
         """See Message."""
-        refused = self.role == "assistant" and not self.content and self.refusal
-        return Turn("assistant", self.refusal) if refused else super().turn()
+        if self.role != "assistant":
+            return super().turn()
+        calls = self.tool_calls or ([self.function_call] if self.function_call else [])
+        return Turn("assistant", prompts.with_calls(self.content or self.refusal or "", [call.call() for call in calls]))
 
 
-class Conversation(ThinkingFields):
+class Conversation(ThinkingFields, ToolFields):
     """The fields that make a chat's prompt."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(default_factory=list)
@@ -300,10 +305,24 @@ class Conversation(ThinkingFields):
         turns += [Turn("user", text) for text in self.contents]
         if not any(turn.text.strip() for turn in turns):
             raise InvalidRequest("Empty prompt", param="messages")
+        if self.tells_tools:
+            turns.append(Turn("system", self.toolbox.text()))
         return prompts.conversation(self._with_length(turns), self.tail())
+
+    @property
+    def opens_call(self) -> bool:
+        """Whether the prompt ends in the mark of a call, which is then all that can follow."""
+        return self.toolbox.forced and self.how_to_think == "fast"
+
+    @property
+    def tells_tools(self) -> bool:
+        """Whether the prompt says which tools there are."""
+        return bool(self.toolbox)
 
     def tail(self) -> str:
         """How the prompt ends."""
+        if self.opens_call:
+            return prompts.CALL_TAIL
         if self.how_to_think == "preferChinese":
             return f"{prompts.THINK}>{prompts.CHINESE_THOUGHT}"
         return prompts.chat_tail(think=self.how_to_think != "fast")
@@ -327,6 +346,12 @@ class ChatBody(GenerationBody, Conversation, ThoughtFields):
     session_id: str | None = None
 
     @property
+    def tells_tools(self) -> bool:
+        """See Conversation. A session's state has seen the tools that the results of calls come from."""
+        only_results = all(message.role in ("tool", "function") for message in self.messages) and not self.contents
+        return super().tells_tools and not (self.session_id and only_results)
+
+    @property
     def splits(self) -> bool:
         """Whether thoughts are told from the answer, and not left in it with their tags."""
         return self.how_to_think != "fast" and self.thought_shown != "within"
@@ -343,6 +368,7 @@ class ChatBody(GenerationBody, Conversation, ThoughtFields):
     def check_limits(self, config: Config) -> None:
         """Raise InvalidRequest when more is asked for than the server allows."""
         super().check_limits(config)
+        self.check_tools(config)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs: needs logprobs true", param="top_logprobs")
         if self.session_id and self.n > 1:
@@ -354,8 +380,16 @@ class ChatBody(GenerationBody, Conversation, ThoughtFields):
 
     def to_request(self, texts: list[Any], request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
         """The engine's form; tokens come one by one where a thought is told from the answer, so that they can be counted."""
-        request = super().to_request(texts, request_id, config, encode)
+        request = self.with_grammar(super().to_request(texts, request_id, config, encode), config)
         return msgspec.structs.replace(request, chunk_size=1) if self.splits else request
+
+    def with_grammar(self, request: Request, config: Config) -> Request:
+        """The request, held to a call where one is forced. Raises InvalidRequest, NotInstalled."""
+        if not self.toolbox.forced:
+            return request
+        rules = Grammar("lark", self.toolbox.grammar(thinks=not self.opens_call), "tools")
+        grammar.check(rules, config)
+        return msgspec.structs.replace(request, grammar=rules)
 
 
 class CompletionBody(GenerationBody):

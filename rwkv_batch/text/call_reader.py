@@ -4,6 +4,8 @@ import json
 import re
 from typing import Any
 
+from rwkv_batch.text.json_text import compact
+
 CALL_KEYS = frozenset(("name", "arguments", "parameters", "function", "function_call", "type", "id"))
 ARGUMENT_KEYS = ("arguments", "parameters")
 WRAPPERS = ("function", "function_call")
@@ -157,18 +159,3 @@ def decoded(text: str) -> tuple[str, str] | None:
         return (call["name"], compact(arguments or {})) if isinstance(arguments or {}, dict) else None
     except (ValueError, RecursionError):
         return None
-
-
-def compact(value: Any) -> str:
-    """JSON without blanks, as models are shown it; characters as they are, but halves of surrogate pairs."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text if encodable(text) else json.dumps(value, separators=(",", ":"))
-
-
-def encodable(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -4,7 +4,10 @@ A blank line separates the blocks of a conversation, so no text inside a block m
 """
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from rwkv_batch.text.json_text import compact
 
 # How a prompt ends that waits for the assistant. Each route keeps its own form without thinking (contract of the reference).
 THINK = "Assistant: <think"
@@ -15,6 +18,8 @@ NO_THINK = "Assistant: <think>\n</think>\n"
 THOUGHT_LENGTHS = {"en": " (think)", "enShort": " (think a bit)", "enLong": " (think a lot)"}
 CHINESE_THOUGHT = "嗯"
 FUNCTION_OUTPUT = "Function output:\n"  # begins a user turn that brings a tool's result
+CALL_MARK = "```json"  # begins a call of a tool
+CALL_TAIL = f"Assistant: {CALL_MARK}"  # how a prompt ends that must be answered by a call
 
 FIM_MARK = "✿"  # one token of the World vocabulary; the model writes another one when it does not end
 
@@ -27,6 +32,13 @@ class Turn(NamedTuple):
 
     role: str
     text: str
+
+
+class Call(NamedTuple):
+    """A call of a tool in an earlier answer; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
 
 
 def chat_tail(*, think: bool, closed: str = NO_THINK) -> str:
@@ -52,6 +64,14 @@ def conversation(turns: list[Turn], tail: str) -> str:
         if role in ("user", "assistant") and (text := clean(text)):
             blocks.append(f"{role.capitalize()}: {text}")
     return "\n\n".join([*blocks, tail])
+
+
+def with_calls(text: str, calls: Iterable[Call]) -> str:
+    """What an assistant's turn with calls of tools holds: its text, and each call in a block as the models write it."""
+    blocks = [
+        f'{CALL_MARK}\n{{"name":{compact(call.name)},"arguments":{call.arguments.strip() or "{}"}}}\n```' for call in calls
+    ]
+    return "\n".join([text, *blocks] if text else blocks)
 
 
 def clean(text: str) -> str:
