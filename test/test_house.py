@@ -53,6 +53,8 @@ COVERED_BY = {
     "rwkv_batch/session_messages": "test_state_routes",
     "rwkv_batch/sessions": "test_state_pool",
     "rwkv_batch/shipped": "test_page",
+    "rwkv_batch/text/call_reader": "test_tool_calls",
+    "rwkv_batch/text/json_text": "test_tool_calls",
     "sampling": "test_sampling",
 }
 

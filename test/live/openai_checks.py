@@ -200,7 +200,7 @@ def check_sdk_errors(target: Target) -> None:
         (openai.BadRequestError, "messages", lambda: client.chat.completions.create(model="m", messages=[])),
         (openai.BadRequestError, "n", lambda: client.chat.completions.create(model="m", messages=HELLO, n=10**6)),
         (openai.BadRequestError, "prompt[0]", lambda: client.completions.create(model="m", prompt=[65_530])),
-        (openai.BadRequestError, "tools", lambda: client.chat.completions.create(model="m", messages=HELLO, tools=[{}])),
+        (openai.BadRequestError, "tools[0]", lambda: client.chat.completions.create(model="m", messages=HELLO, tools=[{}])),
         (openai.NotFoundError, None, lambda: client.embeddings.create(model="m", input="x")),
     ]
     for kind, param, call in cases:
