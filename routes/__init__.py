@@ -2,10 +2,11 @@
 
 from typing import Literal, NamedTuple
 
-from routes import admin, dialects, page
+from routes import admin, dialects, mistral, page
 from routes.anthropic import messages
 from routes.http.context import Access, Handler
 from routes.http.replies import Form
+from routes.llamacpp import completion
 from routes.native import batch, big_batch, chat, fim, state, translate
 from routes.ollama import about, generation
 from routes.openai import chat as openai_chat
@@ -30,6 +31,7 @@ def openai_routes(base: str) -> list[Route]:
     at = {
         f"{base}/completions": ("POST", openai_chat.completions),
         f"{base}/embeddings": ("POST", openai_chat.embeddings),
+        f"{base}/fim/completions": ("POST", mistral.fim_completions),
         f"{base}/responses": ("POST", responses.create),
         f"{base}/responses/input_tokens": ("POST", responses.count),
     }
@@ -66,6 +68,9 @@ ROUTES = [
     Route("GET", "/api/ps", about.running),
     Route("GET", "/api/tags", about.tags, access="open"),
     Route("GET", "/api/version", about.version, access="open"),
+    Route("POST", "/infill", completion.infill, form="openai"),
+    Route("POST", "/completion", completion.completion, form="openai"),
+    Route("GET", "/props", completion.props, form="openai"),
     Route("POST", "/v2/chat/completions", chat.completions_v2),
     Route("POST", "/v3/chat/completions", chat.completions_v3),
     Route("POST", "/FIM/v1/batch-FIM", fim.batch_fim),

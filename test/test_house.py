@@ -22,6 +22,8 @@ COVERED_BY = {
     "routes/dialects": "test_live_native",
     "routes/http": "test_native",
     "routes/http/connections": "test_live_load",
+    "routes/llamacpp": "test_fim_dialects",
+    "routes/mistral": "test_fim_dialects",
     "routes/native": "test_native",
     "routes/offline": "test_batch_file",
     "routes/ollama": "test_ollama",
@@ -55,6 +57,7 @@ COVERED_BY = {
     "rwkv_batch/shipped": "test_page",
     "rwkv_batch/text/call_reader": "test_tool_calls",
     "rwkv_batch/text/json_text": "test_tool_calls",
+    "rwkv_batch/text/fim_marks": "test_fim_dialects",
     "sampling": "test_sampling",
 }
 

@@ -5,6 +5,7 @@ refused by name.
 import json
 import logging
 from collections.abc import Callable
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -32,6 +33,7 @@ from rwkv_batch.errors import BatchTooLarge, InvalidRequest
 from rwkv_batch.request import Grammar, Loop, Request
 from rwkv_batch.session_messages import Session
 from rwkv_batch.text import grammar, prompts
+from rwkv_batch.text.fim_marks import Gap, find_gap
 from rwkv_batch.text.prompts import Turn
 from sampling.params import SamplingParams
 
@@ -425,10 +427,16 @@ class CompletionBody(GenerationBody):
         """See GenerationBody."""
         return self.logprobs
 
+    @cached_property
+    def gaps(self) -> list[Gap | None]:
+        """The gap that each prompt asks to fill by marks of other families; none where the prompt itself comes back."""
+        marked = self.suffix is None and not self.echo
+        return [find_gap(prompt) if marked and isinstance(prompt, str) else None for prompt in self.prompt]
+
     def texts(self) -> list[Any]:
         """The prompts, texts or ids. Raises InvalidRequest for a suffix behind ids."""
         if self.suffix is None:
-            return list(self.prompt)
+            return [prompts.fill_in(*gap) if gap else prompt for prompt, gap in zip(self.prompt, self.gaps, strict=True)]
         if not all(isinstance(prompt, str) for prompt in self.prompt):
             raise InvalidRequest("suffix: the prompt must be text", param="suffix")
         return [prompts.fill_in(prompt, self.suffix) for prompt in self.prompt]
@@ -436,7 +444,7 @@ class CompletionBody(GenerationBody):
     def stops(self, config: Config) -> tuple[list[int], list[bytes]]:
         """All that end a row; without `ignore_eos` a filled gap also ends at the mark that would begin the next one."""
         ids, texts = super().stops(config)
-        at_mark = self.suffix is not None and not self.ignore_eos
+        at_mark = (self.suffix is not None or any(self.gaps)) and not self.ignore_eos
         return ids, [*texts, prompts.FIM_MARK.encode()] if at_mark else texts
 
     def check_limits(self, config: Config) -> None:

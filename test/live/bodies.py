@@ -51,6 +51,10 @@ TOLD = [
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "z"}]}]},
 ]
 MESSAGE = {"messages": TOLD, "max_tokens": 4, "system": [{"type": "text", "text": "be nice"}], "stop_sequences": ["a"]}
+INFILL = {
+    "input_prefix": "def add(a, b):\n", "input_suffix": "\n    return c\n", "prompt": "    c =", "samplers": ["top_k", "top_p"],
+    "input_extra": [{"text": "x = 1\n", "filename": "x.py"}], "top_k": 40, "top_p": 0.9, "cache_prompt": True,
+}  # fmt: skip
 TURN = {"contents": ["User: a\n\nAssistant:"], "session_id": "f2", "max_tokens": 4}
 TRANSLATE = {
     "source_lang": "auto",
@@ -77,6 +81,16 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {"prompt": "a", "raw": True, "options": {"num_predict": 4, "repeat_penalty": 1.0}},
     ],
     "/api/show": [{"model": "m", "verbose": True}],
+    "/infill": [
+        {**INFILL, "n_predict": 4, "response_fields": ["content", "timings/prompt_n", "truncated"]},
+        {**INFILL, "n_predict": 4, "stream": True, "seed": -1},
+        {**INFILL, "n_predict": 0},
+    ],
+    "/completion": [
+        {"prompt": "a", "n_predict": 4, "temperature": 0.5, "stop": ["b"], "logit_bias": [[5, 1.5], [6, False]], "n_cmpl": 2},
+        {"prompt": [1, 2, 3], "n_predict": 4, "stream": True, "repeat_penalty": 1.0, "cache_prompt": False},
+        {"prompt": "<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>", "n_predict": 4},
+    ],
     "/v2/chat/completions": [{**NATIVE, "pad_zero": True}, {**NATIVE, "stream": True}],
     "/v3/chat/completions": [{"messages": TALK, "max_tokens": 4, "enable_think": True}, {**NATIVE, "stream": True}],
     "/FIM/v1/batch-FIM": [{"prefix": ["a", "b"], "suffix": ["c", "d"], "max_tokens": 4, "stream": stream} for stream in (0, 1)],
@@ -108,6 +122,7 @@ OPENAI: dict[str, list[dict[str, Any]]] = {  # under any of OpenAI's bases
     "/completions": COMPLETIONS,
     "/responses": RESPONSES,
     "/responses/input_tokens": RESPONSES,
+    "/fim/completions": [{"prompt": "a", "suffix": "b", "max_tokens": 4, "random_seed": 5, "stream": True, "stop": ["c"]}],
     "/embeddings": [{"input": "x"}],
     "/tokenize": [{"prompt": "Hello", "add_special_tokens": True}, {"messages": TALK}],
     "/detokenize": [{"tokens": [1, 2, 65529]}],

@@ -1,13 +1,22 @@
 """The dialects beside OpenAI's and the native one, on a real socket: the official clients, and what editors and agents send."""
 
 import json
+import re
 
 import anthropic
+import httpx
 import ollama
 import pytest
 from scripted_server import ANSWER, PASSWORD
-from server_process import ServerProcess
+from server_process import ROOT, ServerProcess
 
+CLIENTS = json.loads((ROOT / "test" / "client_requests.json").read_text(encoding="utf-8"))
+LOOKS_IN = {
+    "/infill": lambda piece: piece.get("content"),
+    "/completion": lambda piece: piece["content"],
+    "/v1/fim/completions": lambda piece: piece["choices"][0]["delta"]["content"],
+    "/v1/completions": lambda piece: piece["choices"][0]["text"],
+}
 HELLO = [{"role": "user", "content": "Hello!"}]
 GREEDY = {"temperature": 0}
 
@@ -101,3 +110,27 @@ def test_lines_that_wait_are_still_json(folder):
     pieces = [json.loads(line) for line in text.splitlines()]
     assert [piece["done"] for piece in pieces][-1]
     assert len(pieces) > 1
+
+
+# --- editors ---
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_the_first_requests_of_clients(scripted, name):
+    """As they send them, texts shortened; the answer is where they look for it."""
+    sent = CLIENTS[name]
+    status, answer, headers = scripted.request("POST", sent["path"], sent["body"], sent["headers"])
+    assert status == 200, answer
+    if headers["content-type"].startswith("text/event-stream"):
+        pieces = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+    else:
+        pieces = [answer]
+    said = "".join(LOOKS_IN[sent["path"]](piece) or "" for piece in pieces)
+    assert said == ("" if sent["body"].get("n_predict") == 0 else ANSWER)
+
+
+def test_an_infill_in_the_bytes_that_an_editor_looks_for(scripted):
+    """The pattern of llama.vim has no place for a blank."""
+    with httpx.Client(base_url=url(scripted)) as client:
+        assert re.search(r'"content"\s*:"', client.post("/infill", json=CLIENTS["llama.vim"]["body"]).text)
+        assert client.get("/props").json()["total_slots"] > 0

@@ -1,0 +1,1 @@
+"""The routes of llama.cpp's server that editors call."""
