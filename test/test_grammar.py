@@ -1,11 +1,50 @@
-"""Grammars of requests: their limits."""
+"""Grammars of requests: their limits, and the processes in which bad ones hurt nobody."""
+
+import json
+import threading
 
 import pytest
 
 from rwkv_batch.config import Config
-from rwkv_batch.errors import InvalidRequest, NotInstalled
+from rwkv_batch.errors import InvalidRequest, NotInstalled, Overloaded
+from rwkv_batch.grammar.checker import Checker
 from rwkv_batch.text import grammar
 from rwkv_batch.text.grammar import Grammar
+
+
+def exponential(count: int) -> str:
+    """A schema that takes for ever to compile."""
+    return json.dumps({"type": "string", "allOf": [{"pattern": f".*a.{{{number}}}"} for number in range(10, 10 + count)]})
+
+
+def bad_grammars() -> list[tuple[str, str, str]]:
+    """Kinds, sources and a word of the refusal."""
+    return [
+        ("json_schema", "{", "JSON|EOF|expected"),
+        ("json_schema", "5", "schema"),
+        ("json_schema", "false", "schema"),
+        ("json_schema", '{"type": "foo"}', "foo"),
+        ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems: not supported"),
+        ("json_schema", '{"if": {"type": "string"}, "then": {"minLength": 2}}', "if, then: not supported"),
+        ("json_schema", '{"$ref": "http://example.com/x"}', "example.com"),
+        ("json_schema", '{"$ref": "#"}', "no text fits"),
+        ("json_schema", '{"items":' * 100_000 + "{}" + "}" * 100_000, "recursion"),
+        ("json_schema", exponential(15), "takes more than"),
+        (
+            "json_schema",
+            json.dumps({"anyOf": [{"properties": {f"p{n}": {"const": n}}} for n in range(20_000)]}),
+            "too large|takes",
+        ),
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", r"(a)\1", "backreferences"),
+        ("regex", "(" * 5000 + "a" + ")" * 5000, "nested"),
+        ("regex", "((a{1000}){1000}){1000}", "takes more than|no text|many"),
+        ("regex", "()", "empty"),
+        ("lark", "start: ", "empty"),
+        ("lark", "start: start", "no text fits"),
+        ("lark", "start: " + "(" * 100_000 + '"a"' + ")" * 100_000, "nested|takes"),
+        ("lark", 'root ::= "a', "end of input"),
+    ]
 
 
 def test_a_schema_keeps_the_order_of_its_keys():
@@ -29,3 +68,66 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
     with pytest.raises(NotInstalled, match=r"rwkv-batch\[grammar\]") as error:
         grammar.check(Grammar("regex", "a", "guided_regex"), Config())
     assert (error.value.status, error.value.param) == (400, "guided_regex")
+
+
+@pytest.fixture(scope="module")
+def checker():
+    found = Checker(seconds=1.0)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize(("kind", "source", "words"), bad_grammars(), ids=lambda value: str(value)[:24])
+def test_a_bad_grammar_is_refused_within_a_second(checker, kind, source, words):
+    asked = Grammar(kind, source, "guided_json")
+    for _ in range(2):  # the second answer is remembered
+        with pytest.raises(InvalidRequest, match=words) as error:
+            checker.check(asked)
+        assert (error.value.status, error.value.param) == (400, "guided_json")
+        assert len(error.value.message) < 400
+        assert "\n" not in error.value.message
+    assert not checker.passed(asked)
+
+
+def test_good_grammars_pass_beside_hostile_ones(checker):
+    for asked in (
+        Grammar("json_schema", "true", "p"),
+        Grammar("json_schema", '{"uniqueItems": true, "x-guidance": {"lenient": true}}', "p"),
+        Grammar("json_schema", '{"type": "object", "properties": {"child": {"$ref": "#"}}}', "p"),
+        Grammar("regex", "(a+)+", "p"),
+        Grammar("regex", "a/b\n", "p"),
+        Grammar("lark", 'root ::= "a" [0-9]+', "p"),
+        grammar.of_choices(["a", "b\n"], "p"),
+        grammar.after_thought(Grammar("regex", "a/b\n", "p")),
+        grammar.after_thought(grammar.of_schema({"type": "object"}, "p")),
+    ):
+        checker.check(asked)
+        assert checker.passed(asked)
+
+
+def test_a_process_that_was_ended_is_replaced(checker):
+    checker.check(Grammar("regex", "a", "p"))
+    for process in checker._idle:
+        process.kill()
+        process.wait()
+    checker.check(Grammar("regex", "b", "p"))
+
+
+def test_more_hostile_grammars_than_processes_are_told_to_come_again():
+    checker = Checker(seconds=0.3)
+    results = []
+
+    def check(number):
+        try:
+            checker.check(Grammar("json_schema", exponential(14 + number), "p"))
+        except (InvalidRequest, Overloaded) as error:
+            results.append(type(error))
+
+    threads = [threading.Thread(target=check, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(results) == 6
+    assert InvalidRequest in results
+    checker.close()

@@ -25,10 +25,11 @@ from routes.http.replies import Response
 from routes.http.streams import DOCUMENT, EVENTS, NUDGE, FormatEvent, Framing, Reply, StreamingAnswer, TaskAnswer, notify_first
 from rwkv_batch.config import Config
 from rwkv_batch.errors import Overloaded, RwkvBatchError, Unavailable
+from rwkv_batch.grammar.checker import Checker
 from rwkv_batch.ipc.client import EngineClient, SessionAnswer, Ticket
 from rwkv_batch.ipc.messages import Ask, EngineInfo, Live
 from rwkv_batch.metrics import HttpMetrics
-from rwkv_batch.request import Event, Failure, Request
+from rwkv_batch.request import Event, Failure, Grammar, Request
 from rwkv_batch.session_messages import Deleted, Page, SessionCommand
 from rwkv_batch.text import tokenizer
 from rwkv_batch.text.translation import Memory
@@ -61,6 +62,7 @@ class HttpApp:
         self.large_bodies = asyncio.Lock()
         self.secrets = Secrets(config.password, config.api_keys)
         self.tokenizer: tokenizer.Tokenizer | None = None
+        self.grammars = Checker(config.grammar_seconds)
         self.pages = Pages(config, bool(self.secrets))
         self._submitting: set[str] = set()  # requests on their way to the engine; event loop only
         self.translations = Memory(config.translate_memory_mib * 2**20)
@@ -156,6 +158,8 @@ class HttpApp:
         encode = (await self.loaded_tokenizer()).ids
         request = await off_loop(sum(map(len, texts)), body.to_request, texts, context.id, context.config, encode)
         request = msgspec.structs.replace(request, namespace=context.namespace)
+        if request.grammar is not None:
+            await self.check_grammar(request.grammar)
         context.num_prompts = request.num_rows
         context.prompt_tokens = sum(map(len, request.prompts))
         self.metrics.num_prompts.observe(context.num_prompts)
@@ -163,6 +167,11 @@ class HttpApp:
         if context.config.log_prompts:
             log.info("%s prompts %s", context.id, json.dumps([text[:256] for text in texts[:4]]))
         return request
+
+    async def check_grammar(self, wanted: Grammar) -> None:
+        """Have a grammar compiled where it hurts nobody. Raises InvalidRequest, Overloaded, Unavailable."""
+        if not self.grammars.passed(wanted):
+            await asyncio.to_thread(self.grammars.check, wanted)
 
     async def submit(
         self,

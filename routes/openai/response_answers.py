@@ -109,7 +109,7 @@ class ResponseFormatter(Formatter):
             "service_tier": "default",
             "store": body.store,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": body.text.told(),
             "tool_choice": "auto",
             "tools": [],
             "top_p": body.top_p,

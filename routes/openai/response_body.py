@@ -4,12 +4,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from routes.formats import TextOptions
 from routes.openai.answers import new_id
 from routes.openai.schemas import NO_LIMIT, ChatMessage, GenerationBody, at_most
 from routes.openai.thinking import ThinkingFields
 from routes.schemas import MAX_ID, Names
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest
+from rwkv_batch.request import Grammar
 from rwkv_batch.session_messages import Session
 from rwkv_batch.text import prompts
 from rwkv_batch.text.prompts import Turn
@@ -50,7 +52,7 @@ class ResponseBody(GenerationBody, ThinkingFields):
     top_k: int = Field(50, ge=-1, le=MAX_ID)
     store: bool = True
     metadata: Annotated[dict[str, str], at_most(MAX_METADATA)] = Field(default_factory=dict)
-    text: dict[str, Any] = Field(default_factory=dict)
+    text: TextOptions = Field(default_factory=TextOptions)
     include: Names = Field(default_factory=list)
     background: bool = False
     top_logprobs: int = 0
@@ -96,10 +98,13 @@ class ResponseBody(GenerationBody, ThinkingFields):
             "include": "message.output_text.logprobs" in self.include,
             "top_logprobs": self.top_logprobs > 0,
             self.thought_asked_by: self.how_to_think != "fast",
-            "text": (self.text.get("format") or {"type": "text"}) != {"type": "text"},
         }
         for name in (name for name, wanted in unsupported.items() if wanted):
             raise InvalidRequest(f"{name}: not supported by this server", param=name, code="unsupported_parameter")
+
+    def wanted_grammar(self) -> Grammar | None:
+        """What the answer must be. Raises InvalidRequest."""
+        return self.text.format.grammar("text.format") or super().wanted_grammar()
 
     def texts(self) -> list[str]:
         """The one prompt. Instructions are those of this turn: a later one has them again, or others, in front of its input."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from routes.formats import FormatFields
 from routes.openai.thinking import BUDGETS, ThinkingFields, ThoughtFields
 from routes.openai.tools import CallSpec, ToolFields
 from routes.schemas import (
@@ -47,7 +48,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
@@ -73,13 +73,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "mirostat_mode": (0,),
     "dry_multiplier": (0,),
     "xtc_probability": (0,),
-    "grammar": ("",),
-    "json_schema": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
@@ -94,8 +87,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prefix": ("", False),
     "suffix": ("",),
     "echo": (False,),
-    "regex": (),
-    "ebnf": (),
     "structural_tag": (),
     "guidance_scale": (1,),
     "negative_prompt": ("",),
@@ -157,7 +148,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class GenerationBody(PromptsBody):
+class GenerationBody(PromptsBody, FormatFields):
     """What all generating routes share; the defaults are those of the reference's OpenAI route."""
 
     loop: ClassVar[Loop] = "continuous"
@@ -252,7 +243,11 @@ class GenerationBody(PromptsBody):
 
     def to_request(self, texts: list[Any], request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
         """The engine's form: `n` rows of each prompt."""
-        return msgspec.structs.replace(super().to_request(texts, request_id, config, encode), copies=self.n)
+        request = super().to_request(texts, request_id, config, encode)
+        wanted = self.wanted_grammar()
+        if wanted is not None:
+            grammar.check(wanted, config)
+        return msgspec.structs.replace(request, copies=self.n, grammar=wanted)
 
 
 class ChatMessage(Message):
@@ -380,18 +375,17 @@ class ChatBody(GenerationBody, Conversation, ThoughtFields):
         """The state that the new messages continue."""
         return Session(name=session_name(self.session_id, config)) if self.session_id else None
 
+    def wanted_grammar(self) -> Grammar | None:
+        """What the answer must be: a call where one is forced. A thought before it is free. Raises InvalidRequest."""
+        if self.toolbox.forced:
+            return Grammar("lark", self.toolbox.grammar(thinks=not self.opens_call), "tools")
+        wanted = super().wanted_grammar()
+        return wanted if wanted is None or self.how_to_think == "fast" else grammar.after_thought(wanted)
+
     def to_request(self, texts: list[Any], request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
         """The engine's form; tokens come one by one where a thought is told from the answer, so that they can be counted."""
-        request = self.with_grammar(super().to_request(texts, request_id, config, encode), config)
+        request = super().to_request(texts, request_id, config, encode)
         return msgspec.structs.replace(request, chunk_size=1) if self.splits else request
-
-    def with_grammar(self, request: Request, config: Config) -> Request:
-        """The request, held to a call where one is forced. Raises InvalidRequest, NotInstalled."""
-        if not self.toolbox.forced:
-            return request
-        rules = Grammar("lark", self.toolbox.grammar(thinks=not self.opens_call), "tools")
-        grammar.check(rules, config)
-        return msgspec.structs.replace(request, grammar=rules)
 
 
 class CompletionBody(GenerationBody):

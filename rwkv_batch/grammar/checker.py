@@ -35,9 +35,9 @@ class Checker:
         self._idle: list[subprocess.Popen] = []
         self._known: OrderedDict[bytes, str | None] = OrderedDict()
 
-    def known(self, grammar: Grammar) -> bool:
-        """Whether `check` will not wait."""
-        return _key(grammar) in self._known
+    def passed(self, grammar: Grammar) -> bool:
+        """Whether a grammar was checked and is right."""
+        return self._known.get(_key(grammar), "") is None
 
     def check(self, grammar: Grammar) -> None:
         """Raise InvalidRequest for a grammar that cannot be compiled, or takes too long. Waits for that.
@@ -122,7 +122,8 @@ class Checker:
 
 def _end(process: subprocess.Popen) -> None:
     process.kill()
-    process.stdin.close()
+    with contextlib.suppress(OSError):  # what was not written yet
+        process.stdin.close()
     process.stdout.close()
     process.wait()
 

@@ -16,13 +16,11 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from rwkv_batch.errors import InvalidRequest
 from rwkv_batch.request import Grammar
+from rwkv_batch.text.grammar import STYLE
 from rwkv_batch.text.tokenizer import Tokenizer
 
 END_ID = 0
 MAX_REASON = 240  # characters of what llguidance says that an error repeats
-
-# One line, as most JSON of one line is written. It also leaves nothing to choose between one value's end and the next name.
-JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 # What one mask may take: some 20 ms, a tenth of a MiB; a row that needs more fails, alone. States are those of a row's lexer, a
 # few hundred bytes each, and how many bytes can be forced at once.
@@ -61,7 +59,7 @@ def serialised(grammar: Grammar) -> str:
     try:
         if grammar.kind == "json_schema":
             source = "{}" if grammar.source.strip() == "true" else grammar.source
-            return LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
+            return LLMatcher.grammar_from_json_schema(source, defaults=STYLE)
         if grammar.kind == "regex":
             return LLMatcher.grammar_from_regex(grammar.source)
         return LLMatcher.grammar_from_lark(any_to_lark(grammar.source))
