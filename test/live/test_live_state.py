@@ -11,7 +11,6 @@ import signal
 import sqlite3
 import struct
 import subprocess
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +24,7 @@ from hypothesis import strategies as st
 from memory_model import write_memory
 from scripted_server import ANSWER, PASSWORD, answered, events, start, streamed
 from server_process import PATIENCE, ServerProcess, wait_until
+from session_checker import back, disturb
 
 from routes import ROUTES
 from rwkv_batch.model import weights
@@ -597,15 +597,6 @@ def kill_all(server: ServerProcess, database: Path) -> None:
     wait_until(let_go, 10, "the processes are gone")
 
 
-def back(server: ServerProcess, engine: int) -> float:
-    """Wait until another engine than this one answers; seconds that took."""
-
-    def ready() -> bool:
-        return server.children("engine") not in ([], [engine]) and server.get("/readyz")[0] == 200
-
-    return wait_until(ready, 30, "the engine is back")
-
-
 def test_a_file_of_the_reference(keeper):
     """Contract 9, line 25: its sessions go on, a damaged one is refused."""
     assert keeper.post({"contents": ["a"], "session_id": "damaged", "max_tokens": 1}, STATE)[0] == 422
@@ -613,84 +604,6 @@ def test_a_file_of_the_reference(keeper):
     for name in ("theirs", "ours"):
         say(keeper, name, SECOND, max_tokens=0)
     assert_close(exported(keeper, "theirs"), exported(keeper, "ours"), 2e-2)
-
-
-class Client:
-    """One client of one session: turns in order, each with its key, each sent again until it is answered.
-
-    may_retry   whether the last turn that was not acknowledged is worth sending again, as HTTP says it
-    """
-
-    def __init__(self, server: ServerProcess, name: str):
-        self.server = server
-        self.name = name
-        self.texts: list[str] = []  # of acknowledged turns
-        self.wrong: list[str] = []
-        self.may_retry = False
-
-    def run(self, stop: threading.Event) -> None:
-        """Take turns until told to stop, or until one fails."""
-        while not stop.is_set() and self.take_turn() == "":
-            pass
-
-    def insist(self) -> str:
-        """Take the next turn, sending it again while that can help; why it was not acknowledged, or nothing."""
-        deadline = time.monotonic() + 30
-        while (why := self.take_turn()) and self.may_retry and time.monotonic() < deadline:
-            time.sleep(0.2)
-        return why
-
-    def take_turn(self) -> str:
-        """Take the next turn; why it was not acknowledged, or nothing."""
-        number = len(self.texts) + 1
-        prompt = f"User: {number} {self.name}\n\nAssistant:"
-        body = {"contents": [prompt], "session_id": self.name, "max_tokens": 6, "idempotency_key": str(number), **GREEDY}
-        self.may_retry = True
-        try:
-            status, answer, headers = self.server.request("POST", STATE, body)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            return repr(error)
-        if status != 200 or "error" in answer:
-            self.may_retry = status in (409, 429, 503) and "retry-after" in headers
-            return f"{self.name}, turn {number}: {status} {answer}"
-        if answer["session"]["version"] != number:
-            self.wrong.append(f"turn {number} is version {answer['session']['version']}")
-        self.texts.append(said(answer))
-        return ""
-
-
-def kill_rounds(server: ServerProcess, rounds: int, clients: int, numbers: random.Random) -> list[float]:
-    """Kill the engine at random moments under load, and check what the clients were told; seconds of each restart.
-
-    After a restart each client sends the turn that was not answered again, with its key: it happens exactly once, so the
-    versions have no gap and no repeat, and nothing that was acknowledged is missing.
-    """
-    everybody = [Client(server, f"client {number}") for number in range(clients)]
-    restarts = []
-    for _ in range(rounds):
-        stop = threading.Event()
-        with ThreadPoolExecutor(clients) as pool:
-            turns = [pool.submit(client.run, stop) for client in everybody]
-            time.sleep(numbers.uniform(0.05, 0.6))
-            (engine,) = server.children("engine")
-            os.kill(engine, signal.SIGKILL)
-            stop.set()
-            for running in turns:
-                running.result(60)
-        restarts.append(back(server, engine))
-        for client in everybody:
-            found = entry(server, client.name)
-            version = found["version"] if found else 0
-            assert version - len(client.texts) in (0, 1), f"{client.name}: {len(client.texts)} acknowledged, version {version}"
-        with ThreadPoolExecutor(clients) as pool:
-            assert {*pool.map(Client.insist, everybody)} == {""}, server.output[-5000:]
-    for client in everybody:
-        assert client.wrong == []
-    for client in everybody[:2]:  # as if nothing had happened
-        control = Client(server, f"control of {client.name}")
-        for number, text in enumerate(client.texts, 1):
-            assert say(server, control.name, f"User: {number} {client.name}\n\nAssistant:", max_tokens=6) == text
-    return restarts
 
 
 def test_kill_9(keeper):
@@ -703,31 +616,12 @@ def test_kill_9(keeper):
         say(keeper, name, FIRST)
     before = exported(keeper, "from disk")
     second = say(keeper, "from VRAM", SECOND)
-    (restart,) = kill_rounds(keeper, 1, 32, random.Random(9))
-    print(f"the engine was back after {restart:.1f} s")
+    restarts = disturb(keeper, "client", sessions=32, kills=2, seed=9)
+    print(f"the engine was back after {max(restarts):.1f} s")
     assert entry(keeper, "from disk")["cache_level"] == "Database (Disk)"
     assert exported(keeper, "from disk") == before
     assert say(keeper, "from disk", SECOND) == second
     assert exported(keeper, "from disk") == exported(keeper, "from VRAM")
-
-
-@pytest.mark.long
-def test_kill_9_at_100_random_moments(checkpoint, folder):
-    """The same; every tenth time the whole server is killed and SQLite checks the file."""
-    numbers = random.Random(0)
-    restarts = []
-    for number in range(10):
-        with start(checkpoint, folder, "--max-crashes", "1000") as server:
-            restarts += kill_rounds(server, 10, 32, numbers)
-            for name in {f"{owner}client {client}" for owner in ("", "control of ") for client in range(32)}:
-                server.post({"session_id": name}, DELETE)
-            say(server, "over the restarts", f"User: {number}\n\nAssistant:")
-            kill_all(server, database(folder))
-        assert checked(folder) == "ok"
-    with start(checkpoint, folder) as server:
-        assert entry(server, "over the restarts")["version"] == 10
-    print(f"restarts: median {sorted(restarts)[len(restarts) // 2]:.1f} s, longest {max(restarts):.1f} s")
-    assert sorted(restarts)[len(restarts) // 2] < 5
 
 
 def database(folder: Path) -> Path:

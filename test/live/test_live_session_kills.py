@@ -1,0 +1,35 @@
+"""kill -9 of the engine at a hundred random moments under turns of many sessions; `test_kill_9` is the quick one of them."""
+
+from typing import get_args, get_type_hints
+
+import pytest
+from memory_model import write_memory
+from scripted_server import start
+from server_process import ROOT
+from session_checker import disturb
+from test_live_state import checked, database, kill_all
+
+from rwkv_batch.config import Config
+
+DURABLE = [mode for mode in get_args(get_type_hints(Config)["durability"]) if mode not in ("relaxed", "shutdown")]
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600), pytest.mark.parametrize("durability", DURABLE)]
+
+
+@pytest.mark.parametrize("sessions", [32, 320])
+def test_a_hundred_kills(tmp_path_factory, folder, sessions, durability):
+    """Every tenth time the whole server is killed, and SQLite checks the file."""
+    checkpoint = write_memory(tmp_path_factory.mktemp("memory") / "bytes.pth", 256)
+    restarts = []
+    for number in range(10):
+        with start(checkpoint, folder, "--max-crashes", "1000", "--durability", durability) as server:
+            restarts += disturb(server, f"round {number}", sessions=sessions, kills=10, seed=number)
+            kill_all(server, database(folder))
+        assert checked(folder) == "ok"
+    print(f"restarts: median {sorted(restarts)[len(restarts) // 2]:.1f} s, longest {max(restarts):.1f} s")
+    assert sorted(restarts)[len(restarts) // 2] < 5
+
+
+def test_kills_under_sessions_of_the_demo_model(folder, durability):
+    with start(ROOT / "demo" / "model.rwkv", folder, "--max-crashes", "1000", "--durability", durability) as server:
+        disturb(server, "demo", sessions=32, kills=10, seed=3)
