@@ -7,7 +7,8 @@
 // each part its largest value and the mass of its weights are left in shared memory (`summarize`). From these follow the row's
 // largest value and mass, and mostly also where to look: a greedy row or a draw from all columns reads one part again; a filter
 // reads the parts that can hold kept columns again, puts the few columns above a bound on a list, and ranks them against one
-// another (`list_staged`, `rank_list`). A boundary further down is searched for as in Rapid-Sampling (Triang-jyed-driung), by value
+// another (`list_staged`, `rank_list`). With min_p the parts' summaries are cut first (`apply_min_p`); what is below is then as
+// good as masked. A boundary further down is searched for as in Rapid-Sampling (Triang-jyed-driung), by value
 // and without sorting: a histogram of counts bounds the value from both sides, and the columns in between are listed (`search`).
 // A row filtered by top_p alone, unless that is small, needs no boundary: as in FlashInfer's rejection sampling it is drawn from
 // all columns until a draw is kept; the mass of larger columns and the number of equal ones decide that (`redraw`). Rows
@@ -38,6 +39,7 @@ __device__ __forceinline__ void write_result(const SampleArgs& a, int column) {
     if (!sh.penalties) return;
     a.pending_column[slot] = column;
     if (!finite) return;
+    if (sh.seen) atomicOr(reinterpret_cast<uint32_t*>(sh.seen) + column / 32, 1u << column % 32);
     const bool again = sh.special[column / PART] >> column / 8 % LANES & 1 && sh.penalties[column] != 0.f;
     a.pending_penalty[slot] = again ? sh.controls.alpha_frequency : sh.controls.alpha_presence;
     atomicOr(&a.touched[slot * ((a.num_columns + PART - 1) / PART) + column / PART], 1u << column / 8 % LANES);
@@ -66,14 +68,19 @@ __global__ void __launch_bounds__(DENSE ? MIN_THREADS : MAX_THREADS, DENSE ? DEN
     row.end_masked = a.step[slot] < a.first_end[slot];
     row.penalties = a.penalized[slot] ? a.penalties + slot * a.penalty_stride : nullptr;
     row.num_bias = a.num_bias[slot];
-    row.plain = !a.allowed && !row.end_masked && !row.any_special();
+    const int mask_line = a.mask_lines[slot];
+    const uint8_t* const allowed = mask_line < 0 ? nullptr : a.mask_words + int64_t(mask_line) * bytes_of_bits(a);
+    const bool floored = a.min_p_depth[slot] < INFINITY;
+    row.plain = !allowed && !row.end_masked && !row.any_special() && !floored;
     const int method = a.method[slot];
     const float temperature = a.temperature[slot];
     const bool by_count = a.top_k[slot] < a.num_columns, by_mass = a.top_p[slot] < INFINITY;
-    const bool weigh = method == PLAIN || method == REJECTION || (method == JOINT && by_mass) ||
-                       (method == SEQUENTIAL && by_mass && !by_count);
+    const bool weigh = !floored && needs_masses(method, by_count, by_mass);
     if (t == num_threads() - 1) sh.controls = Controls(a, slot);
-    if (t == 0) sh.slot = slot, sh.penalties = row.penalties;
+    if (t == 0) {
+        sh.slot = slot, sh.penalties = row.penalties, sh.allowed = allowed, sh.floor = -INFINITY;
+        sh.seen = row.penalties && a.repetition[slot] != 1.f ? a.seen + slot * bytes_of_bits(a) : nullptr;
+    }
     if (size > 1) cluster_wait<false>();  // all blocks have begun
     if (row.num_bias) row.mark_bias();
     const bool noisy = method == GUMBEL || method == NOISE;
@@ -81,11 +88,12 @@ __global__ void __launch_bounds__(DENSE ? MIN_THREADS : MAX_THREADS, DENSE ? DEN
         __syncthreads();
     } else {
         if (row.any_special()) {
-            row.template summarize<true>(LOG2E / temperature, weigh);
+            row.template summarize<true>(LOG2E / temperature, weigh, allowed);
         } else {
-            row.template summarize<false>(LOG2E / temperature, weigh);
+            row.template summarize<false>(LOG2E / temperature, weigh, allowed);
         }
         row.sync();
+        if (sh.controls.min_p_depth < INFINITY) row.apply_min_p();
     }
 
     int column = -1;

@@ -18,6 +18,7 @@ noise may be left unevaluated on columns that cannot win.
 """
 
 import bisect
+import math
 import secrets
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
@@ -25,6 +26,8 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from sampling import masks
+from sampling.masks import SlotMasks
 from sampling.params import SamplingParams
 
 RULES = ("joint", "sequential", "gumbel", "noise")  # the codes in Controls.rule
@@ -43,11 +46,15 @@ class Needs(NamedTuple):
     method     how the token is found: the largest logit; a draw from the whole softmax; such draws until top_p keeps one (rule
                "joint" by top_p alone); a draw behind one of the two filters; the largest logit after noise (rules "gumbel" and
                "noise")
+    penalized  whether there are penalties of any kind; repeated: whether tokens that occurred have a repetition penalty
+    floored    whether min_p may cut something off
     logprobs   None, or how many of the most likely tokens to report
     """
 
     method: Method = "greedy"
     penalized: bool = False
+    repeated: bool = False
+    floored: bool = False
     biased: bool = False
     end_masked: bool = False
     logprobs: int | None = None
@@ -59,9 +66,11 @@ class Controls:
     temperature      [S] fp32, within 0.001 .. 1000
     top_k            [S] int32, 1 .. U; U = off
     top_p            [S] fp32, 1e-9 .. 1, or +inf = off
+    min_p_depth      [S] fp32, how far below the row's largest logit min_p keeps others, -temperature * log(min_p); +inf = off
     alpha_presence   [S] fp32, what a token's first hit adds to its penalty; alpha_frequency where presence was given as 0
     alpha_frequency  [S] fp32, what each later hit adds
     alpha_decay      [S] fp32
+    repetition       [S] fp32, the repetition penalty; 1 = off
     noise            [S] fp32
     rule             [S] int8, index into RULES
     greedy           [S] bool
@@ -73,6 +82,8 @@ class Controls:
     bias_columns     [S, K] int64 and bias_values [S, K] fp32: the logit bias, unused places hold bias 0;
                      None before the first biased row, K doubles when a row needs more (a captured graph is then stale)
     penalties        [S, U] fp32, by column; None before the first penalised row, read only in slots with `penalized`
+    seen             [S, W] int32, bits of the columns that occurred in prompt and answer (`masks.py`), in slots with a
+                     repetition penalty; None before the first of them
     needs            S host records
     host_step        S host copies of `step`
     """
@@ -85,15 +96,18 @@ class Controls:
         self.device = torch.device(device)
         self.num_columns = len(ids)
         self._ids = ids.tolist()
+        self._host_ids = ids.cpu()
         self._one = torch.ones(1, dtype=torch.int64, device=device)
         self.needs = [Needs()] * num_slots
         self.host_step = [0] * num_slots
         self.temperature = full(1, torch.float32)
         self.top_k = full(self.num_columns, torch.int32)
         self.top_p = full(torch.inf, torch.float32)
+        self.min_p_depth = full(torch.inf, torch.float32)
         self.alpha_presence = full(0, torch.float32)
         self.alpha_frequency = full(0, torch.float32)
         self.alpha_decay = full(1, torch.float32)
+        self.repetition = full(1, torch.float32)
         self.noise = full(0, torch.float32)
         self.rule = full(0, torch.int8)
         self.greedy = full(True, torch.bool)
@@ -105,19 +119,28 @@ class Controls:
         self.bias_columns: Tensor | None = None
         self.bias_values: Tensor | None = None
         self.penalties: Tensor | None = None
+        self.seen: Tensor | None = None
 
     @classmethod
     def num_bytes(cls, num_slots: int) -> int:
         """Bytes on the device, without logit bias and penalties."""
         controls = cls(num_slots, torch.zeros(1, dtype=torch.int64), "meta")
-        return sum(value.nbytes for value in vars(controls).values() if isinstance(value, Tensor))
+        return sum(value.nbytes for value in vars(controls).values() if isinstance(value, Tensor) and value.is_meta)
 
     def start(self, slot: int, params: SamplingParams, choice: int) -> None:
         """Set the controls of one slot that a sequence takes."""
         self.start_many([slot], [params], [choice])
 
-    def start_many(self, slots: Sequence[int], params: Sequence[SamplingParams], choices: Sequence[int]) -> None:
+    def start_many(
+        self,
+        slots: Sequence[int],
+        params: Sequence[SamplingParams],
+        choices: Sequence[int],
+        prompts: Sequence[Sequence[int]] = (),
+    ) -> None:
         """Set the controls of slots that sequences take: step 0, no penalties, a fresh seed where none is given.
+
+        Repetition penalties act on the ids in `prompts`, one for each slot; without any on sampled tokens alone.
 
         A few copies to the device, however many slots there are; what follows from a `SamplingParams` is found once for all
         rows that share the object, as those of a request do.
@@ -143,6 +166,9 @@ class Controls:
         self._start_bias(index, source, biases)
         if any(need.penalized for need in needs):
             self._start_penalties(index)
+        repeated = [place for place, number in enumerate(numbers) if needs[number].repeated]
+        if repeated:
+            self._start_seen([slots[place] for place in repeated], [prompts[place] for place in repeated] if prompts else [])
         for slot, number in zip(slots, numbers, strict=True):
             self.needs[slot] = needs[number]
             self.host_step[slot] = 0
@@ -157,25 +183,34 @@ class Controls:
         """Return the controls that rows with these parameters share, by name, their logit bias by column, and their needs."""
         bias, first_end = self._bias(params), self._first_end(params)
         controls = {
-            "temperature": min(max(params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE),
+            "temperature": _temperature(params),
             "top_k": self._top_k(params),
             "top_p": _top_p(params),
+            "min_p_depth": self._min_p_depth(params),
             "alpha_presence": params.alpha_presence or params.alpha_frequency,
             "alpha_frequency": params.alpha_frequency,
             "alpha_decay": params.alpha_decay,
+            "repetition": params.repetition_penalty if params.repeated else 1.0,
             "noise": params.noise,
             "rule": RULES.index(params.rule),
             "greedy": params.greedy,
             "penalized": params.penalized,
             "first_end": first_end,
         }
-        return controls, bias, Needs(self._method(params), params.penalized, bool(bias), first_end > 0, params.logprobs)
+        needs = Needs(
+            method=self._method(params), penalized=params.penalized, repeated=params.repeated, floored=params.floored,
+            biased=bool(bias), end_masked=first_end > 0, logprobs=params.logprobs,
+        )  # fmt: skip
+        return controls, bias, needs
 
     def _copied(self, values: Sequence, dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
 
     def _top_k(self, params: SamplingParams) -> int:
         return params.top_k if 0 < params.top_k <= self.num_columns else self.num_columns
+
+    def _min_p_depth(self, params: SamplingParams) -> float:
+        return -_temperature(params) * math.log(params.min_p) if params.floored else torch.inf
 
     def _first_end(self, params: SamplingParams) -> int:
         if self._ids[0] != EOS_ID:
@@ -234,6 +269,30 @@ class Controls:
             self.penalties = torch.zeros(self.num_slots, self.num_columns, dtype=torch.float32, device=self.device)
         self.penalties.index_fill_(0, index, 0)
 
+    def _start_seen(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        if self.seen is None:
+            width = masks.num_words(self.num_columns)
+            self.seen = torch.zeros(self.num_slots, width, dtype=torch.int32, device=self.device)
+        index = self._copied(slots, torch.int64)
+        if not prompts:
+            self.seen.index_fill_(0, index, 0)
+            return
+        distinct = {id(prompt): self._columns_in(prompt) for prompt in prompts}  # the rows of a prompt's choices share it
+        words = torch.stack([distinct[id(prompt)] for prompt in prompts])
+        self.seen.index_copy_(0, index, words.to(self.device, non_blocking=True))
+
+    def _columns_in(self, prompt: Sequence[int]) -> Tensor:
+        """Return the columns of a prompt's ids as words [W]; ids without one are left out."""
+        ids = torch.tensor(prompt, dtype=torch.int64)
+        columns = torch.searchsorted(self._host_ids, ids).clamp_(max=self.num_columns - 1)
+        flags = torch.zeros(self.num_columns, dtype=torch.bool)
+        flags[columns[self._host_ids[columns] == ids]] = True
+        return masks.pack(flags)
+
+
+def _temperature(params: SamplingParams) -> float:
+    return min(max(params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
+
 
 def _top_p(params: SamplingParams) -> float:
     return max(params.top_p, MIN_TOP_P) if 0 < params.top_p < 1 else torch.inf
@@ -273,12 +332,20 @@ class Sampler(Protocol):
 
     ids    [U] int64 on the device: column j of the logits is token ids[j]
     needs  by slot, what its rows need
+    masks  by slot, which columns its row may sample in the next step; log-probabilities know nothing of them
     """
 
     ids: Tensor
     needs: Sequence[Needs]
+    masks: SlotMasks
 
-    def start_many(self, slots: Sequence[int], params: Sequence[SamplingParams], choices: Sequence[int]) -> None:
+    def start_many(
+        self,
+        slots: Sequence[int],
+        params: Sequence[SamplingParams],
+        choices: Sequence[int],
+        prompts: Sequence[Sequence[int]] = (),
+    ) -> None:
         """See `Controls.start_many`."""
 
     def sample(self, logits: Tensor, slots: Tensor, slot_list: Sequence[int] | None = None) -> Sampled:

@@ -1,8 +1,9 @@
 """Rule "sequential" with FlashInfer's filters, for those who want exactly theirs. Optional: requirements-cuda.txt.
 
-FlashInfer only cuts: its filters, top_k and then top_p inside it, say which columns of a sequential row are kept. The kernel of
-`kernel.py` does the rest, the draw with its Philox numbers included; so seeds hold, and a captured graph draws anew in every
-replay. FlashInfer compiles its filters at first use (about a minute): `warm` does that, before anything is served.
+FlashInfer only cuts: its filters, top_k and then top_p inside it, say which columns of a sequential row are kept. (A row with
+min_p or a repetition penalty is cut by the kernel's own filters.) The kernel of `kernel.py` does the rest, the draw with its
+Philox numbers included; so seeds hold, and a captured graph draws anew in every replay. FlashInfer compiles its filters at
+first use (about a minute): `warm` does that, before anything is served.
 """
 
 import importlib.util
@@ -26,12 +27,11 @@ def missing() -> str | None:
 class FlashInferSampler(KernelSampler):
     """`KernelSampler`, but sequential rows are filtered by FlashInfer. Arguments as there."""
 
-    def __init__(self, num_slots: int, ids: Tensor, *args, allowed: Tensor | None = None, **options):
-        super().__init__(num_slots, ids, *args, allowed=allowed, **options)
+    def __init__(self, num_slots: int, ids: Tensor, *args, **options):
+        super().__init__(num_slots, ids, *args, **options)
         from flashinfer import sampling
 
         self._filters = sampling
-        self._forbidden = None if allowed is None else ~allowed.to(self.device)
         # Of the sequential rows; of the others U and 1, which mean off.
         self._top_k = torch.full((num_slots,), len(ids), dtype=torch.int32, device=self.device)
         self._top_p = torch.ones(num_slots, dtype=torch.float32, device=self.device)
@@ -42,12 +42,19 @@ class FlashInferSampler(KernelSampler):
         self._kept(probabilities, self._top_k[:1], self._top_p[:1])
         torch.cuda.synchronize(self.device)
 
-    def start_many(self, slots: Sequence[int], params: Sequence[SamplingParams], choices: Sequence[int]) -> None:
+    def start_many(
+        self,
+        slots: Sequence[int],
+        params: Sequence[SamplingParams],
+        choices: Sequence[int],
+        prompts: Sequence[Sequence[int]] = (),
+    ) -> None:
         """See `Controls.start_many`."""
-        super().start_many(slots, params, choices)
+        super().start_many(slots, params, choices, prompts)
         index = torch.tensor(slots).to(self.device, non_blocking=True)
         method = self._method.index_select(0, index)
-        ours = method == self._codes["sequential"]
+        cut_here = [not (self.needs[slot].floored or self.needs[slot].repeated) for slot in slots]
+        ours = (method == self._codes["sequential"]) & torch.tensor(cut_here).to(self.device, non_blocking=True)
         top_k = self.controls.top_k.index_select(0, index)
         top_p = self.controls.top_p.index_select(0, index)
         self._top_k.index_copy_(0, index, torch.where(ours, top_k, len(self.ids)))
@@ -78,6 +85,5 @@ class FlashInferSampler(KernelSampler):
         )
         masked = controls.step.index_select(0, slots) < controls.first_end.index_select(0, slots)
         z[:, 0] = torch.where(masked, -torch.inf, z[:, 0])
-        if self._forbidden is not None:
-            z.masked_fill_(self._forbidden, -torch.inf)
+        z.masked_fill_(~self.masks.allowed(slots, len(self.ids)), -torch.inf)
         return z - self.penalties(slots)

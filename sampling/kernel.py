@@ -11,12 +11,16 @@ import torch
 from torch import Tensor
 
 from sampling.base import Controls, Needs, Sampled
+from sampling.masks import SlotMasks, num_words, pack
 from sampling.params import SamplingParams
 from sampling.reference import report_logprobs
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 METHODS = ("greedy", "plain", "joint", "sequential", "gumbel", "noise", "rejection")
-TENSORS = ("temperature", "top_k", "top_p", "alpha_presence", "alpha_frequency", "alpha_decay", "noise", "penalized")
+TENSORS = (
+    "temperature", "top_k", "top_p", "min_p_depth", "alpha_presence", "alpha_frequency", "alpha_decay", "repetition", "noise",
+    "penalized",
+)  # fmt: skip
 POINTER = ctypes.c_void_p
 
 
@@ -33,7 +37,8 @@ class SampleArgs(ctypes.Structure):
         ("slots", POINTER),
         ("ids", POINTER),
         ("first_id", ctypes.c_int64),
-        ("allowed", POINTER),
+        ("mask_lines", POINTER),
+        ("mask_words", POINTER),
         ("method", POINTER),
         *((name, POINTER) for name in TENSORS),
         ("seed", POINTER),
@@ -48,6 +53,7 @@ class SampleArgs(ctypes.Structure):
         ("touched", POINTER),
         ("pending_column", POINTER),
         ("pending_penalty", POINTER),
+        ("seen", POINTER),
         ("out_ids", POINTER),
         ("out_finite", POINTER),
         ("last_ids", POINTER),
@@ -63,13 +69,12 @@ class KernelSampler:
         ids: [U] int64, strictly increasing; column j of the logits is token ids[j]
         device: a CUDA or ROCm device
         library: the built kernels, see `rwkv_batch.kernels.compiler.library`
-        allowed: [U] bool, columns that may be sampled; None = all
         last_ids: [S] int64 on the device, written beside the result: a step's input; or None
         max_bias: entries of a row's logit bias, at most; ValueError from `start_many` for more
 
     `controls.penalties` holds each slot's penalties as of the step before without the token sampled there; that token and what
     it adds are `pending_column` and `pending_penalty`, applied by the next step. `touched` has a bit for every eight columns
-    of a slot; where it is 0 the penalties are 0 and are neither read nor decayed.
+    of a slot; where it is 0 the penalties are 0, none of the columns has occurred, and neither is read.
     """
 
     def __init__(
@@ -79,12 +84,12 @@ class KernelSampler:
         device: torch.device | str,
         library: ctypes.CDLL,
         *,
-        allowed: Tensor | None = None,
         last_ids: Tensor | None = None,
         max_bias: int = 1024,
     ):
         self.controls = Controls(num_slots, ids, device)
         self.needs = self.controls.needs
+        self.masks = SlotMasks(num_slots, len(ids), device)
         self.ids = ids.to(device)
         self.device = self.controls.temperature.device  # with its index
         check_layout(library)
@@ -95,7 +100,6 @@ class KernelSampler:
         num_columns = len(ids)
         first = int(ids[0])
         self._first_id = first if int(ids[-1]) - first + 1 == num_columns else None
-        self._allowed = None if allowed is None else pack_bits(allowed).to(device)
         self._last_ids = last_ids
         self.boundary: Tensor | None = None  # [B, 3] set by tests to see what the filters found
         # At their places from the start, so that no graph is ever stale.
@@ -106,6 +110,7 @@ class KernelSampler:
         self._pending_column = memory["pending_column"].fill_(-1)
         self._pending_penalty = memory["pending_penalty"]
         self.controls.penalties = memory["penalties"][:, :num_columns]
+        self.controls.seen = memory["seen"]
         self.controls.bias_columns = memory["bias_columns"]
         self.controls.bias_values = memory["bias_values"]
         self._max_bias = max_bias
@@ -115,14 +120,21 @@ class KernelSampler:
     def num_bytes(num_slots: int, num_columns: int, max_bias: int) -> int:
         """Bytes on the device."""
         tensors = _memory(num_slots, num_columns, max_bias, "meta").values()
-        return sum(tensor.nbytes for tensor in tensors) + Controls.num_bytes(num_slots)
+        masks = SlotMasks(num_slots, num_columns, "meta").memory
+        return sum(tensor.nbytes for tensor in tensors) + masks.nbytes + Controls.num_bytes(num_slots)
 
-    def start_many(self, slots: Sequence[int], params: Sequence[SamplingParams], choices: Sequence[int]) -> None:
+    def start_many(
+        self,
+        slots: Sequence[int],
+        params: Sequence[SamplingParams],
+        choices: Sequence[int],
+        prompts: Sequence[Sequence[int]] = (),
+    ) -> None:
         """See `Controls.start_many`."""
         lengths = [len(p.logit_bias) for p in params]
         if max(lengths, default=0) > self._max_bias:
             raise ValueError(f"logit_bias: {max(lengths)} entries, room is for {self._max_bias}")
-        self.controls.start_many(slots, params, choices)
+        self.controls.start_many(slots, params, choices, prompts)
         needs = [self.controls.needs[slot] for slot in slots]
         names = [p.rule if need.method == "perturbed" else need.method for need, p in zip(needs, params, strict=True)]
         methods = [self._codes[name] for name in names]
@@ -131,6 +143,11 @@ class KernelSampler:
             target.index_copy_(0, index, torch.tensor(values, dtype=target.dtype).to(self.device, non_blocking=True))
         self._pending_column.index_fill_(0, index, -1)
         self._touched.index_fill_(0, index, 0)
+        repeated = [slot for slot, need in zip(slots, needs, strict=True) if need.repeated]
+        if repeated and prompts:
+            index = torch.tensor(repeated).to(self.device, non_blocking=True)
+            eights = self.controls.seen.index_select(0, index).view(torch.uint8) != 0
+            self._touched.index_copy_(0, index, pack(eights))
 
     def sample(self, logits: Tensor, slots: Tensor, slot_list: Sequence[int] | None = None) -> Sampled:
         """Sample one token for each row of `logits` [B, U]; slot -1 = padding, whose row is left alone.
@@ -190,7 +207,8 @@ class KernelSampler:
             bias_width=self._max_bias,
             ids=None if self._first_id is not None else self.ids.data_ptr(),
             first_id=self._first_id or 0,
-            allowed=_pointer(self._allowed),
+            mask_lines=self.masks.lines.data_ptr(),
+            mask_words=self.masks.words.data_ptr(),
             method=self._method.data_ptr(),
             **{name: getattr(controls, name).data_ptr() for name in TENSORS},
             seed=controls.seed.data_ptr(),
@@ -205,6 +223,7 @@ class KernelSampler:
             touched=self._touched.data_ptr(),
             pending_column=self._pending_column.data_ptr(),
             pending_penalty=self._pending_penalty.data_ptr(),
+            seen=controls.seen.data_ptr(),
             last_ids=_pointer(self._last_ids),
         )
 
@@ -239,6 +258,7 @@ def _memory(num_slots: int, num_columns: int, max_bias: int, device: torch.devic
         "touched": zeros(torch.int32, -(-num_columns // 256)),
         "pending_column": zeros(torch.int32),
         "pending_penalty": zeros(torch.float32),
+        "seen": zeros(torch.int32, num_words(num_columns)),
         "penalties": zeros(torch.float32, -(-num_columns // 8) * 8),
         "bias_columns": zeros(torch.int64, max_bias),
         "bias_values": zeros(torch.float32, max_bias),
@@ -260,12 +280,6 @@ def method_codes(library: ctypes.CDLL) -> dict[str, int]:
     if unknown := [name for name, number in codes.items() if number < 0]:
         raise RuntimeError(f"rwkv_sample has no method {', '.join(unknown)}")
     return codes
-
-
-def pack_bits(flags: Tensor) -> Tensor:
-    """Pack [U] bool into uint8, eight columns a byte, the first in the lowest bit."""
-    padded = torch.nn.functional.pad(flags.to(torch.uint8), (0, -len(flags) % 8)).view(-1, 8)
-    return (padded << torch.arange(8, dtype=torch.uint8, device=flags.device)).sum(1, dtype=torch.uint8)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -3,9 +3,12 @@
 Arithmetic is float32 whatever the type of the logits. A row's result is the same bit for bit alone and in company. For one row
 with logits l, in this order:
 
-1. z = l + logit bias; the end token is -inf while it is masked; z = z - penalties (rules "joint" and "sequential").
+1. z = l + logit bias; the end token is -inf while it is masked, and so is what the row's token mask forbids. Rules "joint" and
+   "sequential": z of each token that occurred is multiplied by the repetition penalty, or where it is above 0 by its inverse;
+   z = z - penalties.
 2. Greedy rows take the largest z, ties to the lowest id. Nothing below concerns them but 6.
-3. x = z / temperature.
+3. min_p of rules "joint" and "sequential": z below the largest one + temperature * log(min_p) becomes -inf, so that what
+   follows sees only what is left. x = z / temperature.
 4. "joint" and "sequential": q = softmax(x), a filter turns q into weights w (`joint_cut`, `sequential_cut`), and the token is
    drawn by the inverse of the distribution function in ascending order of ids: the first column whose running sum of w
    exceeds u * (sum of w). A kernel gets the same order from a scan over blocks of columns.
@@ -16,8 +19,9 @@ with logits l, in this order:
    column above theta is kept for sure, one below it never, and one equal to it with the probability edge / theta.
 5. "gumbel": the largest x + g with g = -log(max(-log u, 6.2e-5)), u for each column; this is an exact draw from softmax(x),
    but for g being capped near 9.7. "noise": the largest x + noise * u. Ties to the lowest id.
-6. Penalised rows: every penalty is multiplied by alpha_decay, then the sampled token's grows by alpha_presence if it was
-   exactly 0 before this step, else by alpha_frequency (`Controls` holds the frequency as presence where presence is 0).
+6. The sampled token has occurred. Penalised rows: every penalty is multiplied by alpha_decay, then the sampled token's grows
+   by alpha_presence if it was exactly 0 before this step, else by alpha_frequency (`Controls` holds the frequency as presence
+   where presence is 0).
 
 The random numbers are laid out in `base.py`. Running sums are rounded as the device adds them up, so devices agree up to
 rounding at the borders between columns.
@@ -34,6 +38,7 @@ from torch import Tensor
 
 from sampling.base import EOS_ID, RULES, Controls, Needs, Sampled
 from sampling.gumbel import MAX_GUMBEL, gumbel, perturbed_argmax
+from sampling.masks import WORD, SlotMasks, unpack
 from sampling.params import SamplingParams
 from sampling.philox import MASK, philox, uniform
 
@@ -63,13 +68,20 @@ class ReferenceSampler:
             raise ValueError(f"ids: expected [U] int64, strictly increasing, got {tuple(ids.shape)} {ids.dtype}")
         self.controls = Controls(num_slots, ids, device)
         self.needs = self.controls.needs
+        self.masks = SlotMasks(num_slots, len(ids), device)
         self.ids = ids.to(device)
         # Numbers for draws, by step % NUM_AHEAD.
         self._ahead = torch.zeros(num_slots, NUM_AHEAD, CANDIDATES, 2, dtype=torch.float32, device=device)
 
-    def start_many(self, slots: Sequence[int], params: Sequence[SamplingParams], choices: Sequence[int]) -> None:
+    def start_many(
+        self,
+        slots: Sequence[int],
+        params: Sequence[SamplingParams],
+        choices: Sequence[int],
+        prompts: Sequence[Sequence[int]] = (),
+    ) -> None:
         """See `Controls.start_many`."""
-        self.controls.start_many(slots, params, choices)
+        self.controls.start_many(slots, params, choices, prompts)
 
     def sample(self, logits: Tensor, slots: Tensor, slot_list: Sequence[int] | None = None) -> Sampled:
         """Sample one token for each row of `logits` [B, U]; see `Sampler.sample`."""
@@ -79,20 +91,44 @@ class ReferenceSampler:
         slot_list = slots.tolist() if slot_list is None else slot_list
         needs = [self.controls.needs[slot] for slot in slot_list]
         biased = z = bias_and_mask(self.controls, logits, slots, needs, self.controls.step)
+        if not self.masks.masked.isdisjoint(slot_list):
+            z = z.float().masked_fill(~self.masks.allowed(slots, num_columns), -torch.inf)
+        repeated = [row for row, need in enumerate(needs) if need.repeated]
+        if repeated:
+            z = self._repetition_penalized(z, slots, self._index(repeated))
         penalized = [row for row, need in enumerate(needs) if need.penalized]
         if penalized:
             index = self._index(penalized) if len(penalized) < num_rows else None  # None: all rows
             penalties = at(self.controls.penalties, at(slots, index))  # [R, U]
-            z = subtract(biased, penalties, index)
+            z = subtract(z, penalties, index)
+        if any(need.floored for need in needs):
+            z = above_floor(z, at(self.controls.min_p_depth, slots))
         columns, finite = self._find_columns(z, slots, slot_list, needs)
         if penalized:
             self._add_hits(penalties, at(columns, index), at(slots, index))
+        if repeated:
+            index = self._index(repeated)
+            self._add_seen(at(columns, index), at(slots, index))
         self.controls.advance(slots, slot_list)
 
         sampled = Sampled(torch.where(finite, at(self.ids, columns), EOS_ID), finite)
         return (
             with_logprobs(self.ids, sampled, biased, columns, needs) if any(n.logprobs is not None for n in needs) else sampled
         )
+
+    def _repetition_penalized(self, z: Tensor, slots: Tensor, index: Tensor) -> Tensor:
+        """Return z [B, U] fp32, a new tensor, with the repetition penalty in the rows at index [R]."""
+        slots, some = at(slots, index), at(z, index).float()
+        factor = at(self.controls.repetition, slots)[:, None]
+        seen = unpack(at(self.controls.seen, slots), len(self.ids))
+        penalized = some * torch.where(some > 0, 1 / factor, factor)
+        return z.float().index_copy(0, index, torch.where(seen, penalized, some))
+
+    def _add_seen(self, columns: Tensor, slots: Tensor) -> None:
+        """Note that the columns [R] have occurred in the slots [R]."""
+        seen, words = self.controls.seen, columns // WORD
+        bits = torch.ones_like(columns) << (columns % WORD)
+        seen[slots, words] = seen[slots, words] | bits.to(torch.int32)
 
     def _add_hits(self, penalties: Tensor, columns: Tensor, slots: Tensor) -> None:
         """Move penalties [R, U] of the slots [R] on by one step: decay, then the hit of the sampled columns [R]."""
@@ -429,6 +465,12 @@ def subtract(logits: Tensor, penalties: Tensor, index: Tensor | None) -> Tensor:
     if index is None:
         return logits.float() - penalties
     return logits.float().index_copy(0, index, at(logits, index).float() - penalties)
+
+
+def above_floor(z: Tensor, depth: Tensor) -> Tensor:
+    """Return z [B, U] fp32, a new tensor, with -inf in place of what lies more than depth [B] below its row's largest."""
+    z = z.float()
+    return z.masked_fill(z < z.amax(-1, keepdim=True) - depth[:, None], -torch.inf)
 
 
 def at(x: Tensor, index: Tensor | None) -> Tensor:

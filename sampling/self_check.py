@@ -16,6 +16,8 @@ CHECKED = {  # what `check` runs, by the name of the rule
     "joint, small top_p": {"top_k": 0, "top_p": 0.2},
     "joint, large top_k": {"top_k": 700, "top_p": 1.0, "temperature": 1.5},
     "sequential": {"rule": "sequential", "top_k": 40, "top_p": 0.8},
+    "min_p": {"top_k": 0, "top_p": 1.0, "min_p": 0.05},
+    "repetition penalty": {"rule": "sequential", "top_k": 40, "top_p": 0.8, "repetition_penalty": 1.5},
     "gumbel": {"rule": "gumbel"},
     "noise": {"rule": "noise", "noise": 2.0},
 }

@@ -58,6 +58,20 @@ def sequential_weights(q: np.ndarray, top_k: int, top_p: float) -> tuple[np.ndar
     return np.where(kept, best, 0.0), kth, float(q[kept].min())
 
 
+def above_min_p(z: np.ndarray, temperature: float, min_p: float) -> np.ndarray:
+    """Return logits z [V] with -inf where the probability is below min_p times the largest one."""
+    q = softmax(z, temperature)
+    return np.where(q >= min_p * q.max(), z.astype(np.float64), -np.inf)
+
+
+def repetition_penalized(z: np.ndarray, seen: set[int], penalty: float) -> np.ndarray:
+    """Return logits z [V] after CTRL's penalty on the columns in `seen`."""
+    after = z.astype(np.float64)
+    for column in seen:
+        after[column] = after[column] / penalty if after[column] > 0 else after[column] * penalty
+    return after
+
+
 def gumbel_probabilities(z: np.ndarray, temperature: float) -> np.ndarray:
     """Return the distribution [V] that Gumbel noise without a cap gives."""
     return softmax(z, temperature)

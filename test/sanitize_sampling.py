@@ -16,6 +16,7 @@ import torch
 
 from rwkv_batch.kernels.compiler import library
 from sampling.kernel import KernelSampler
+from sampling.masks import pack
 from sampling.params import SamplingParams
 
 CONTROLS = [
@@ -31,6 +32,11 @@ CONTROLS = [
     {"top_k": 0, "top_p": 0.2},
     {"top_k": 0, "top_p": 0.4, "temperature": 9.0},
     {"top_k": 0, "top_p": 0.99, "logit_bias": ((9, 3.0),), "min_tokens": 1},
+    {"top_k": 0, "top_p": 1.0, "min_p": 0.1},
+    {"top_k": 0, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.3},
+    {"top_k": 700, "top_p": 0.9, "temperature": 3.0, "min_p": 0.01, "repetition_penalty": 0.8},
+    {"rule": "sequential", "top_k": 40, "top_p": 0.8, "min_p": 0.2},
+    {"temperature": 0, "repetition_penalty": 2.0},
 ]
 
 
@@ -49,9 +55,11 @@ def launch(copies: int, num_columns: int, stride: int, types: Sequence[torch.dty
     slots = torch.arange(num_rows, device="cuda")
     allowed = torch.rand(num_columns, generator=torch.Generator().manual_seed(1)) < 0.9
     allowed[5] = True
-    for dtype, mask in itertools.product(types, (allowed, None)):
-        sampler = KernelSampler(num_rows, torch.arange(num_columns), "cuda", lib, allowed=mask)
-        sampler.start_many(list(range(num_rows)), params, [0] * num_rows)
+    prompts = [[row, 5, num_columns - 1] for row in range(num_rows)]
+    for dtype, masked in itertools.product(types, (range(num_rows), range(0, num_rows, 3), ())):
+        sampler = KernelSampler(num_rows, torch.arange(num_columns), "cuda", lib)
+        sampler.masks.put(dict.fromkeys(masked, pack(allowed)))
+        sampler.start_many(list(range(num_rows)), params, [0] * num_rows, prompts)
         for scale in (3.0, 0.0):  # of noise, and all equal
             logits = (torch.randn(num_rows, stride, device="cuda") * scale).to(dtype)[:, :num_columns]
             logits[[3, 8], 5] = float("nan")

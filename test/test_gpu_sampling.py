@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sampling.masks import pack
 from sampling.params import SamplingParams
 from sampling.reference import ReferenceSampler
 
@@ -428,7 +429,8 @@ def test_masks_bias_end_and_padding(rapid):
     ids = torch.arange(0, 3000, 3)
     allowed = torch.rand(1000, generator=torch.Generator().manual_seed(1)) < 0.5
     allowed[0] = allowed[7] = True
-    sampler = rapid(8, ids, allowed=allowed.cuda())
+    sampler = rapid(8, ids)
+    sampler.masks.put(dict.fromkeys(range(8), pack(allowed)))
     params = [unpenalized(seed=i, top_k=0, top_p=1.0) for i in range(6)]
     params += [unpenalized(temperature=0, logit_bias=((21, 100.0),)), unpenalized(temperature=0, ignore_eos=True)]
     start(sampler, params)

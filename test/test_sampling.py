@@ -448,6 +448,7 @@ def test_penalties_cost_nothing_until_a_row_has_them():
     sampler = started([unpenalized(), SamplingParams(rule="gumbel"), SamplingParams(rule="noise", noise=1.0)], 10)
     sample(sampler, torch.zeros(3, 10))
     assert sampler.controls.penalties is None
+    assert sampler.controls.seen is None
 
 
 # --- a row alone and in company ---
@@ -467,6 +468,11 @@ MIXED = [
     SamplingParams(top_k=700, top_p=1.0, temperature=5.0, logit_bias=((5, 3.0), (9, -100.0))),
     SamplingParams(ignore_eos=True, logprobs=3),
     unpenalized(min_tokens=2, top_k=1),
+    SamplingParams(min_p=0.1, repetition_penalty=1.3),
+    unpenalized(top_k=0, top_p=1.0, min_p=0.05),
+    unpenalized(top_k=0, top_p=0.8, temperature=2.0, min_p=0.02, repetition_penalty=0.8),
+    unpenalized(temperature=0, repetition_penalty=2.0),
+    SamplingParams(rule="sequential", top_k=30, top_p=0.9, min_p=0.2, repetition_penalty=0.7),
 ]
 
 
@@ -495,6 +501,7 @@ def test_a_row_in_company_equals_the_row_alone():
                 assert torch.equal(company.top_ids[row, :3], single.top_ids[0, :3])
             step_of[slot] += 1
     assert torch.equal(together.controls.penalties, alone.controls.penalties)
+    assert torch.equal(together.controls.seen, alone.controls.seen)
 
 
 @pytest.mark.parametrize("rule", ["joint", "joint, top_p alone", "sequential", "gumbel", "noise"])

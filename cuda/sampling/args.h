@@ -21,14 +21,17 @@ struct SampleArgs {
     const int64_t* slots;      // [B], -1 = padding: the row is skipped
     const int64_t* ids;        // [U] column -> token id, or null: column j is token first_id + j
     int64_t first_id;
-    const uint8_t* allowed;    // bit j % 8 of byte j / 8: column j may be sampled; or null: all may
+    const int32_t* mask_lines;  // [S] the line of mask_words that says what a slot's row may sample, -1: every column
+    const uint8_t* mask_words;  // [S, 4 ceil(U / 32)] bit j % 8 of byte j / 8: column j may be sampled
     const int32_t* method;     // [S] Method
     const float* temperature;  // [S]
     const int32_t* top_k;      // [S] 1 .. U
     const float* top_p;        // [S] > 0, +inf = off
+    const float* min_p_depth;  // [S] columns further below the largest value are not sampled, +inf = off
     const float* alpha_presence;   // [S]
     const float* alpha_frequency;  // [S]
     const float* alpha_decay;      // [S]
+    const float* repetition;       // [S] values of columns in `seen` above 0 are divided by it, others multiplied; 1 = off
     const float* noise;            // [S]
     const bool* penalized;         // [S]
     const int64_t* seed;           // [S]
@@ -40,9 +43,10 @@ struct SampleArgs {
     const int32_t* num_bias;       // [S] pairs in use
     float* penalties;         // [S, U] as of the step before, without its token; rows 16-byte aligned, padded with zeros to
     int64_t penalty_stride;   // a multiple of 8 columns, this many elements apart
-    uint32_t* touched;        // [S, ceil(U / 256)] bit i: penalties 8 i .. 8 i + 7 may differ from zero
+    uint32_t* touched;        // [S, ceil(U / 256)] bit i: of columns 8 i .. 8 i + 7 some have a penalty or are in `seen`
     int32_t* pending_column;  // [S] the column sampled in the step before, -1 = none
     float* pending_penalty;   // [S] what that adds to it
+    uint8_t* seen;            // [S, 4 ceil(U / 32)] bit j % 8 of byte j / 8: column j has occurred, where repetition is not 1
     int64_t* out_ids;    // [B]
     bool* out_finite;    // [B]
     int64_t* last_ids;   // [S] the same by slot, or null

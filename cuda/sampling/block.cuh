@@ -20,12 +20,35 @@ constexpr int BUCKETS = 2048;
 __device__ __forceinline__ int num_threads() { return int(blockDim.x); }
 __device__ __forceinline__ int num_warps() { return int(blockDim.x) / LANES; }
 
+// Bytes of a line with a bit for each column: whole words.
+__device__ __forceinline__ int bytes_of_bits(const SampleArgs& a) { return (a.num_columns + 31) / 32 * 4; }
+
+// Whether the masses of a row's parts are needed.
+__device__ __forceinline__ bool needs_masses(int method, bool by_count, bool by_mass) {
+    return method == PLAIN || method == REJECTION || (method == JOINT && by_mass) ||
+           (method == SEQUENTIAL && by_mass && !by_count);
+}
+
+// CTRL's penalty of a column that occurred.
+struct Repetition {
+    float penalty, inverse;
+    __device__ __forceinline__ explicit Repetition(float penalty) : penalty(penalty), inverse(1.f / penalty) {}
+    __device__ __forceinline__ float of(float v) const { return __fmul_rn(v, v > 0 ? inverse : penalty); }
+    // Of a vector's columns, a bit for each that occurred.
+    __device__ __forceinline__ void apply(unsigned bits, float (&v)[8]) const {
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (bits >> j & 1) v[j] = of(v[j]);
+    }
+};
+
 // What a row's slot asks for, and the key and counter of its random numbers; their layout stands in sampling/base.py.
 struct Controls {
     uint2 key;
     uint32_t step, choice;
     int method, top_k;
-    float temperature, top_p, noise, alpha_presence, alpha_frequency;
+    float temperature, top_p, min_p_depth, noise, alpha_presence, alpha_frequency;
+    Repetition repetition;
     float draw_number;
 
     __device__ __forceinline__ Controls(const SampleArgs& a, int64_t slot)
@@ -36,9 +59,11 @@ struct Controls {
           top_k(a.top_k[slot]),
           temperature(a.temperature[slot]),
           top_p(a.top_p[slot]),
+          min_p_depth(a.min_p_depth[slot]),
           noise(a.noise[slot]),
           alpha_presence(a.alpha_presence[slot]),
           alpha_frequency(a.alpha_frequency[slot]),
+          repetition(a.repetition[slot]),
           draw_number(uniform(draw_numbers(0).x)) {}
     // Of the draw, or of a candidate of a row drawn by rejection.
     __device__ __forceinline__ uint4 draw_numbers(uint32_t candidate) const {
@@ -114,6 +139,9 @@ struct alignas(16) Shared {
     Controls controls;
     int64_t slot;      // for the thread that writes the result
     float* penalties;  // null for rows without
+    const uint8_t* allowed;  // bit j % 8 of byte j / 8: column j may be sampled; or null: all may
+    uint8_t* seen;     // likewise: column j has a repetition penalty; null for rows without
+    float floor;       // smaller values are -inf, see `Row::apply_min_p`
     RowSummary summary;
     Window window;
     union {

@@ -218,7 +218,7 @@ struct NoisyMax {
         __syncthreads();
         bool broken;
         if constexpr (R::HALVES) {
-            broken = row.a.allowed || row.num_bias ? pass<false>() : pass<true>();
+            broken = shared().allowed || row.num_bias ? pass<false>() : pass<true>();
         } else {
             broken = pass<false>();
         }

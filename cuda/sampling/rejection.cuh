@@ -189,7 +189,7 @@ __device__ __forceinline__ void measure_row(const R& row, const Softmax& softmax
                                             int turn, float (&sums)[SUMS]) {
     if constexpr (R::HALVES) {
         const auto by = [&](auto number) { measure<decltype(number)::value, true>(row, softmax, marks, turn); };
-        if (row.a.allowed) {
+        if (shared().allowed) {
             measure<MEASURED, false>(row, softmax, marks, turn);
         } else if (num_marks == 1) {
             by(std::integral_constant<int, 1>{});

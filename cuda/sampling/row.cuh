@@ -76,9 +76,9 @@ struct Row {
         return packed;
     }
     // Bits of the columns of a vector that cannot be sampled.
-    __device__ __forceinline__ unsigned hidden(int vector) const {
-        const bool inside = a.allowed && 8 * vector < a.num_columns;
-        return (inside ? ~a.allowed[vector] & 0xffu : 0u) | (end_masked && vector == 0 ? 1u : 0u);
+    __device__ __forceinline__ unsigned hidden(int vector, const uint8_t* allowed) const {
+        const bool inside = allowed && 8 * vector < a.num_columns;
+        return (inside ? ~allowed[vector] & 0xffu : 0u) | (end_masked && vector == 0 ? 1u : 0u);
     }
     __device__ __forceinline__ void hide_and_bias(int vector, unsigned hidden, bool special, float (&v)[8]) const {
         if (hidden) {
@@ -110,13 +110,19 @@ struct Row {
         for (int j = 0; j < 8; j++) v[j] = to_float(raw.x[j]);
         if (plain) return;
         const bool special = any_special() && shared().special[vector / LANES] >> vector % LANES & 1;
-        hide_and_bias(vector, hidden(vector), special, v);
+        const Shared& sh = shared();
+        hide_and_bias(vector, hidden(vector, sh.allowed), special, v);
         if (special && penalties) {
             float q[8];
             load8(penalties + 8 * vector, q);
+            if (sh.seen) sh.controls.repetition.apply(sh.seen[vector], v);
 #pragma unroll
             for (int j = 0; j < 8; j++) v[j] -= q[j];
         }
+        const float floor = sh.floor;
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (v[j] < floor) v[j] = -INFINITY;
     }
     // A column's final value, at the same times; -inf behind the last one.
     __device__ __forceinline__ float value(int column) const {
@@ -124,14 +130,18 @@ struct Row {
         float v = to_float(logits[column]);
         if (plain) return v;
         const int vector = column / 8;
-        if (hidden(vector) >> column % 8 & 1) v = -INFINITY;
-        if (!any_special() || !(shared().special[vector / LANES] >> vector % LANES & 1)) return v;
+        const Shared& sh = shared();
+        if (hidden(vector, sh.allowed) >> column % 8 & 1) v = -INFINITY;
+        if (any_special() && sh.special[vector / LANES] >> vector % LANES & 1) {
 #pragma unroll 1
-        for (int b = 0; b < num_bias; b++)
-            if (a.bias_columns[slot * a.bias_width + b] == column) v += a.bias_values[slot * a.bias_width + b];
-        return penalties ? v - penalties[column] : v;
+            for (int b = 0; b < num_bias; b++)
+                if (a.bias_columns[slot * a.bias_width + b] == column) v += a.bias_values[slot * a.bias_width + b];
+            if (penalties && sh.seen && sh.seen[vector] >> column % 8 & 1) v = sh.controls.repetition.of(v);
+            if (penalties) v -= penalties[column];
+        }
+        return v < sh.floor ? -INFINITY : v;
     }
-    // Bits of a part's vectors that are not in memory as they count; not for rows with `allowed`.
+    // Bits of a part's vectors that are not in memory as they count, but for min_p; not for rows with a mask.
     __device__ __forceinline__ uint32_t special_vectors(int part) const {
         return (any_special() ? shared().special[part] : 0u) | (end_masked && part == 0 ? 1u : 0u);
     }
@@ -170,15 +180,16 @@ struct Row {
     // The first pass, over the block's share: each part's largest value, or BROKEN when a logit is NaN or +inf; with `weigh`, its
     // mass; and its special vectors, whose penalties are brought up to date. All blocks of the cluster are told.
     template <bool SPECIAL>
-    __device__ __forceinline__ void summarize(float scale, bool weigh) const {
+    __device__ __forceinline__ void summarize(float scale, bool weigh, const uint8_t* allowed) const {
         constexpr int AHEAD = sizeof(T) == 2 && !SPECIAL ? 4 : 2;
         Shared& sh = shared();
         const int lane = threadIdx.x % LANES, step = size * num_warps();
-        const bool masks = a.allowed || end_masked;
+        const bool masks = allowed || end_masked;
         const int words = (a.num_columns + PART - 1) / PART;
         Shared* const to = size == 1 ? &sh : remote(&sh, min(lane, size - 1));  // the block that this lane tells
         float decay = 0, hit_penalty = 0;
         int hit = -1;
+        const bool repeated = SPECIAL && penalties && a.repetition[slot] != 1.f;
         if (SPECIAL && penalties) decay = a.alpha_decay[slot], hit = a.pending_column[slot], hit_penalty = a.pending_penalty[slot];
         uint32_t touched = 0;  // the words of the warp's next parts, one for each lane
         const auto look_ahead = [&](int part, int round) {
@@ -203,7 +214,9 @@ struct Row {
             }
             if (SPECIAL || masks) {
                 const bool mine = SPECIAL && special >> lane & 1;
-                hide_and_bias(vector, hidden(vector), mine, v);
+                hide_and_bias(vector, hidden(vector, allowed), mine, v);
+                if (SPECIAL && mine && repeated)
+                    Repetition(a.repetition[slot]).apply(a.seen[slot * bytes_of_bits(a) + vector], v);
                 if (SPECIAL && mine && penalties) {
 #pragma unroll
                     for (int j = 0; j < 8; j++) {
@@ -264,6 +277,39 @@ struct Row {
             penalties_of(first, special, q);
             take(first, fetch(first * LANES + lane), special, q);
         }
+    }
+
+    // After `summarize`, which did not `weigh`: values too far below the largest are -inf from now on, in what is left of each part
+    // too; the work of all blocks. A row without a distribution stays as it is.
+    __device__ __noinline__ void apply_min_p() const {
+        Shared& sh = shared();
+        const Controls& controls = sh.controls;
+        const bool weigh = needs_masses(controls.method, controls.top_k < a.num_columns, controls.top_p < INFINITY);
+        const int lane = threadIdx.x % LANES;
+        const uint32_t top = top_key();
+        const float floor = value_of(top) - controls.min_p_depth, scale = LOG2E / controls.temperature;
+        if (threadIdx.x == 0) sh.floor = floor;  // NaN, which no value is below, where the largest is
+        sync();  // all blocks have read the keys
+        const uint32_t lowest = top == BROKEN ? 0u : key_of(floor);
+        Shared* const to = size == 1 ? &sh : remote(&sh, min(lane, size - 1));  // the block that this lane tells
+#pragma unroll 1
+        for (int part = rank * num_warps() + threadIdx.x / LANES; part < num_parts(); part += size * num_warps()) {
+            uint32_t key = sh.part_keys[place_of(part)];
+            float mass = 0;
+            if (key < lowest) {
+                key = key_of(-INFINITY);
+            } else if (weigh && key != BROKEN && key != key_of(-INFINITY)) {
+                float v[8];
+                load(part, v);
+                const Weights weights = weights_below(value_of(key), scale);
+#pragma unroll
+                for (int j = 0; j < 8; j++) mass += weights.of(v[j]);
+                mass = lane_sum(mass) * weights.correction();
+            }
+            __syncwarp();  // all have read the key
+            if (lane < size) to->part_keys[place_of(part)] = key, to->part_masses[place_of(part)] = mass;
+        }
+        sync();
     }
 
     // The rest is for one warp, unless said otherwise. Part i * LANES + lane of these is the lane's i-th one.
