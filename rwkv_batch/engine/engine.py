@@ -14,7 +14,8 @@ from rwkv_batch.engine import logprobs, memory
 from rwkv_batch.engine.decode_graphs import DecodeGraphs
 from rwkv_batch.engine.logprobs import Scoring, is_scored
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
-from rwkv_batch.engine.token_mask import mask_logits
+from rwkv_batch.engine.staging import MaskStaging
+from rwkv_batch.engine.token_mask import take_masks
 from rwkv_batch.errors import Unavailable
 from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
@@ -72,6 +73,7 @@ class Engine:
         self.num_eager_decodes = 0
         self._thread = 0
         self._decode_rows = PackedRows([], [])  # of the last step if that was all decode: most steps repeat their slots
+        self._masks = MaskStaging(sampler.masks)
         self._readback = _Readback(state.num_slots, self.device) if self.device.type == "cuda" else None
 
     @torch.inference_mode()
@@ -85,10 +87,12 @@ class Engine:
         starting = [row.sequence for row in rows if row.start]
         if starting:
             self._start(starting)
+        if plan.masked or self.sampler.masks.masked:
+            self._masks.send(take_masks(row.sequence for row in rows if row.sample))
         decoding = not any(row.ids for row in rows)
-        if decoding and self.graphs is not None and not plan.masked:
+        if decoding and self.graphs is not None:
             return self._replay(rows)
-        if not plan.masked and self._is_captured(rows):
+        if self._is_captured(rows):
             return self._replay_prefill(rows)
         self.num_eager_decodes += decoding
         packed = self._pack(rows)
@@ -105,8 +109,6 @@ class Engine:
             logits = logits[: len(sampling)]
         if not sampling:
             return self._unsampled(scoring)
-        if plan.masked:
-            mask_logits(logits, [rows[i].sequence for i in sampling])
         slots = packed.slots if all_sample else [packed.slots[i] for i in sampling]
         slot_tensor = packed.slot_tensor if all_sample else packed.slot_tensor[sampling]
         sampled = self.sampler.sample(logits, slot_tensor, slots)
@@ -206,7 +208,10 @@ class Engine:
         for snapshot, slots in starts.items():
             self.state.put_many(slots, snapshot)
         self.sampler.start_many(
-            [s.slot for s in sequences], [s.request.sampling for s in sequences], [s.index for s in sequences]
+            [s.slot for s in sequences],
+            [s.request.sampling for s in sequences],
+            [s.index for s in sequences],
+            [s.prompt for s in sequences],
         )
 
     def _pack(self, rows: list[Row]) -> PackedRows:

@@ -4,6 +4,7 @@ The host runs ahead of the device, and a copy out of pinned memory begins only w
 may write there. Every memory that steps use again, and what guards it:
 
     inputs of captured steps        `Staging`: an event behind each buffer's copy, waited for before the buffer is written again
+    masks of tokens                 `MaskStaging`: likewise
     fixed places on the device      the order of one stream: a copy to them waits for the step before, a copy from them goes
                                     before the next step
     ids on their way to the host    `Engine.collect`: they are read before the step after the next is submitted, and there are
@@ -16,12 +17,15 @@ may write there. Every memory that steps use again, and what guards it:
     snapshots to the host           `Copies.to_host` waits for the copy
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from sampling.masks import SlotMasks
+
 BUFFERS = 4  # arrays that may be on their way
+MASK_BUFFERS = 2  # sets of masks likewise: when a third is sent, the first one's step has been read
 
 
 class Staging:
@@ -39,4 +43,28 @@ class Staging:
         copied.synchronize()  # at once where it was never recorded
         buffer[:length] = torch.tensor(values)
         target[:length].copy_(buffer[:length], non_blocking=True)
+        copied.record()
+
+
+class MaskStaging:
+    """Pinned buffers that take turns, each as large as the masks of all slots; none where the masks are on the host."""
+
+    def __init__(self, masks: SlotMasks):
+        self._masks = masks
+        pinned = masks.memory.is_cuda
+        self._buffers = [
+            torch.empty(len(masks.memory), dtype=torch.int32, pin_memory=True) for _ in range(MASK_BUFFERS if pinned else 0)
+        ]
+        self._copied = [torch.cuda.Event() for _ in self._buffers]
+        self._next = 0
+
+    def send(self, masks: Mapping[int, Tensor]) -> None:
+        """Begin to copy masks by slot to their places; other slots have none. Waits only while all buffers are on their way."""
+        if not self._buffers:
+            self._masks.put(masks)
+            return
+        buffer, copied = self._buffers[self._next], self._copied[self._next]
+        self._next = (self._next + 1) % MASK_BUFFERS
+        copied.synchronize()  # at once where it was never recorded
+        self._masks.put(masks, buffer)
         copied.record()
