@@ -24,6 +24,7 @@ from sampling.params import SamplingParams
 DEFAULT_STOPS: list[int | str] = ["\nUser:"]  # token 0 always ends a row, listed or not
 MAX_ID = 2**31 - 1
 END_ID = 0
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 MAX_STOPS = 4096  # more are refused before they are looked at; the setting is lower
 MAX_NAME = 64  # characters of a client's own key that an error names
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -58,12 +59,15 @@ class SamplingBody(Body):
     """The sampling fields; defaults are those of the newest reference. `stop_field` is what errors call the stops."""
 
     stop_field: ClassVar[str] = "stop_tokens"
+    filtered: ClassVar[bool] = True  # whether the route's rule has filters and penalties
 
     max_tokens: int = Field(8192, ge=0, le=MAX_ID)
     stop_tokens: list[int | str] = Field(default_factory=DEFAULT_STOPS.copy)
     temperature: float = Field(1.0, ge=0, le=1000)
     top_k: int = Field(50, ge=-1, le=MAX_ID)
     top_p: float = Field(0.6, ge=-1, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=MIN_REPETITION, le=MAX_REPETITION)
     alpha_presence: float = Field(2.0, ge=-100, le=100)
     alpha_frequency: float = Field(0.2, ge=-100, le=100)
     alpha_decay: float = Field(0.996, ge=0, le=1)
@@ -92,6 +96,8 @@ class SamplingBody(Body):
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
             alpha_presence=self.alpha_presence,
             alpha_frequency=self.alpha_frequency,
             alpha_decay=self.alpha_decay,
@@ -116,7 +122,10 @@ class SamplingBody(Body):
         return self.max_tokens
 
     def check_limits(self, config: Config) -> None:
-        """Raise InvalidRequest when more tokens are asked for than the server allows."""
+        """Raise InvalidRequest when more tokens are asked for than the server allows, or what the rule does not have."""
+        for name, neutral in {"min_p": 0, "repetition_penalty": 1}.items():
+            if not self.filtered and getattr(self, name) != neutral:
+                raise InvalidRequest(f"{name}: not supported by this route", param=name)
         if self.most_tokens(config) > config.max_tokens_limit:
             raise InvalidRequest(f"max_tokens: at most {config.max_tokens_limit}", param="max_tokens")
 

@@ -292,12 +292,12 @@ def test_roles_and_parts():
 
 
 def test_fields_that_would_change_the_text_are_refused_by_name():
-    for fields in ({"min_p": 0.1}, {"typical_p": 0.5}):
+    for fields in ({"mirostat": 2}, {"typical_p": 0.5}):
         with pytest.raises(InvalidRequest) as error:
             chat(**fields)
         assert (error.value.param, error.value.code) == (next(iter(fields)), "unsupported_parameter")
     for name, value in (
-        ("repeat_penalty", 1.1), ("thinking_budget", 100), ("thinking.budget_tokens", 1024), ("reasoning.max_tokens", 10),
+        ("typical_p", 0.9), ("thinking_budget", 100), ("thinking.budget_tokens", 1024), ("reasoning.max_tokens", 10),
         ("chat_template_kwargs.thinking_budget", 9), ("prefix", "a"), ("no_repeat_ngram_size", 3),
         ("echo", True), ("suffix", "b"), ("min_new_tokens", 5),
     ):  # fmt: skip
@@ -309,12 +309,30 @@ def test_fields_that_would_change_the_text_are_refused_by_name():
         "min_p": 0,
         "repetition_penalty": 1.0,
         "repeat_penalty": 1,
+        "repeat_last_n": 64,
         "thinking_budget": -1,
         "reasoning": {},
         "prefix": "",
         "echo": False,
     }
     assert chat(tools=[], response_format={"type": "text"}, top_a=None, unknown=[1], **neutral) == chat()
+
+
+@pytest.mark.parametrize("make", [chat, completion, lambda **fields: to_request(ResponseBody, {"input": "hi", **fields})])
+def test_min_p_and_the_repetition_penalty_by_all_their_names(make):
+    sampling = make(min_p=0.1, repetition_penalty=1.2).sampling
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.2)
+    assert make(repeat_penalty=1.3, repeat_last_n=-1).sampling.repetition_penalty == 1.3
+    assert make(rep_pen=0.7, rep_pen_range=0).sampling.repetition_penalty == 0.7
+    assert make(repetition_penalty=1.0, repeat_penalty=1.3, repeat_last_n=64).sampling.repetition_penalty == 1
+    for name, value in (("min_p", 1.5), ("repetition_penalty", 0), ("repeat_penalty", 101), ("rep_pen", -1)):
+        with pytest.raises(InvalidRequest) as error:
+            make(**{name: value})
+        assert error.value.param == name
+    for name in ("repeat_last_n", "repetition_penalty_range", "rep_pen_range"):
+        with pytest.raises(InvalidRequest) as error:
+            make(repetition_penalty=1.1, **{name: 64})
+        assert error.value.param == name
 
 
 def test_responses_become_conversations():

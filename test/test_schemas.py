@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import routes
+from routes.native.batch import BatchPromptsBody
+from routes.native.big_batch import BigBatchBody
 from routes.native.chat import V3Body
 from routes.openai.schemas import ChatBody
 from routes.openai.schemas import read as read_openai
@@ -92,6 +94,8 @@ RANGES = {
     "temperature": (0, 1000),
     "top_k": (-1, 2**31 - 1),
     "top_p": (-1, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
     "alpha_presence": (-100, 100),
     "alpha_frequency": (-100, 100),
     "alpha_decay": (0, 1),
@@ -99,6 +103,16 @@ RANGES = {
     "chunk_size": (1, 1_048_576),
     "seed": (-(2**63), 2**64 - 1),
 }
+
+
+@pytest.mark.parametrize("kind", [BatchPromptsBody, BigBatchBody])
+@pytest.mark.parametrize("field", ["min_p", "repetition_penalty"])
+def test_routes_without_filters_say_so(kind, field):
+    body = {"contents": ["a"], "prompts": ["a"], "min_p": 0, "repetition_penalty": 1}
+    validate(kind, body).checked_texts(Config())
+    with pytest.raises(InvalidRequest) as error:
+        validate(kind, {**body, field: 0.5}).checked_texts(Config())
+    assert error.value.param == field
 
 
 @pytest.mark.parametrize("field", RANGES)

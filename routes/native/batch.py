@@ -27,6 +27,7 @@ class BatchPromptsBody(PromptsBody):
     """The form with `prompts`: greedy, whatever `temperature` says; only `noise`, when it was sent, changes that."""
 
     field: ClassVar[str] = "prompts"
+    filtered: ClassVar[bool] = False
     prompts: Texts = Field(default_factory=list)
     max_tokens: int = Field(100, ge=0, le=2**31 - 1)
 

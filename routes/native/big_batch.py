@@ -1,6 +1,6 @@
 """POST /big_batch/completions and its relatives: many rows, one plain sampler, always a stream."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -30,6 +30,7 @@ class BigBatchBody(ContentsBody):
     Of the sampling fields only temperature is read, and noise when it was sent.
     """
 
+    filtered: ClassVar[bool] = False
     chats: Annotated[list[Chat], Field(fail_fast=True)] = Field(default_factory=list)
 
     @property

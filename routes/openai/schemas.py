@@ -19,7 +19,9 @@ from routes.schemas import (
     END_ID,
     MAX_ID,
     MAX_NAME,
+    MAX_REPETITION,
     MAX_STOPS,
+    MIN_REPETITION,
     Body,
     Ids,
     Message,
@@ -52,9 +54,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "web_search_options": (),
     "use_beam_search": (False,),
-    "repetition_penalty": (1,),
-    "repeat_penalty": (1,),
-    "rep_pen": (1,),
     "encoder_repetition_penalty": (1,),
     "no_repeat_ngram_size": (0,),
     "penalty_alpha": (0,),
@@ -64,8 +63,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "top_n_sigma": (-1, 0),
     "dynatemp_range": (0,),
     "length_penalty": (1,),
-    "min_p": (0,),
     "typical_p": (1,),
+    "typical": (1,),
+    "temperature_last": (False,),
     "top_a": (0,),
     "tfs": (1,),
     "tfs_z": (1,),
@@ -103,6 +103,7 @@ IGNORED = {
 MAX_NOTED = 256
 MAX_BIASES = 65536  # the setting is lower
 NO_LIMIT = -1  # as max_tokens: as many as the server allows
+WHOLE = {"repeat_last_n": -1, "repetition_penalty_range": 0, "rep_pen_range": 0}  # which tokens it acts on: all of them
 PENALTIES = ("alpha_presence", "alpha_frequency", "presence_penalty", "frequency_penalty")
 noted: set[str] = set()  # unknown fields that were logged
 
@@ -164,6 +165,11 @@ class GenerationBody(PromptsBody, FormatFields):
     alpha_frequency: float = Field(0.1, ge=-100, le=100)
     presence_penalty: float | None = Field(None, ge=-100, le=100)
     frequency_penalty: float | None = Field(None, ge=-100, le=100)
+    repeat_penalty: float | None = Field(None, ge=MIN_REPETITION, le=MAX_REPETITION)  # other servers' names of it
+    rep_pen: float | None = Field(None, ge=MIN_REPETITION, le=MAX_REPETITION)
+    repeat_last_n: int | None = None
+    repetition_penalty_range: int | None = None
+    rep_pen_range: int | None = None
     stop: list[int | str] = Field(default_factory=list)
     stop_token_ids: Ids = Field(default_factory=list, max_length=MAX_STOPS)
     logit_bias: Annotated[dict[int, float], at_most(MAX_BIASES)] = Field(default_factory=dict)
@@ -197,6 +203,12 @@ class GenerationBody(PromptsBody, FormatFields):
         """How many of the most likely tokens to report beside each; None = no log-probabilities."""
         return None
 
+    @property
+    def repetition(self) -> float:
+        """The repetition penalty by one of its names."""
+        sent = (self.repeat_penalty, self.rep_pen) if "repetition_penalty" not in self.model_fields_set else ()
+        return next((penalty for penalty in sent if penalty is not None), self.repetition_penalty)
+
     def sampling(self) -> SamplingParams:
         """The controls; OpenAI's two penalties stand in for the native ones where these were not sent.
 
@@ -211,7 +223,7 @@ class GenerationBody(PromptsBody, FormatFields):
             frequency = frequency if "alpha_frequency" in self.model_fields_set else self.frequency_penalty or 0.0
         return msgspec.structs.replace(
             params, alpha_presence=presence, alpha_frequency=frequency, logit_bias=tuple(self.logit_bias.items()),
-            min_tokens=self.min_tokens, logprobs=self.num_logprobs,
+            min_tokens=self.min_tokens, logprobs=self.num_logprobs, repetition_penalty=self.repetition,
         )  # fmt: skip
 
     def stops(self, config: Config) -> tuple[list[int], list[bytes]]:
@@ -230,6 +242,9 @@ class GenerationBody(PromptsBody, FormatFields):
         super().check_limits(config)
         if self.min_tokens > self.most_tokens(config):
             raise InvalidRequest("min_tokens: not more than max_tokens", param="min_tokens")
+        for name, whole in WHOLE.items():
+            if self.repetition != 1 and getattr(self, name) not in (None, whole):
+                raise InvalidRequest(f"{name}: the penalty acts on all of prompt and answer, which is {whole}", param=name)
         if len(self.logit_bias) > config.max_logit_bias:
             raise InvalidRequest(f"logit_bias: at most {config.max_logit_bias} entries", param="logit_bias")
         if (self.num_logprobs or 0) > config.max_logprobs:

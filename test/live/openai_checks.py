@@ -468,8 +468,8 @@ def check_fields(target: Target) -> None:
     assert target.post("/v1/chat/completions", tolerated)["choices"][0]["message"]["content"] == plain
     for refused in (
         {"tools": [{"type": "function"}]}, {"tool_choice": "required"}, {"response_format": {"type": "json_object"}},
-        {"functions": [{}]}, {"min_p": 0.1}, {"repetition_penalty": 1.2}, {"guided_json": {}}, {"grammar": "root"},
-        {"repeat_penalty": 1.1}, {"thinking": {"type": "enabled", "budget_tokens": 99}}, {"prefix": "a"},
+        {"functions": [{}]}, {"min_p": 1.1}, {"repetition_penalty": 0}, {"guided_json": {}}, {"grammar": "root"},
+        {"typical_p": 0.9}, {"thinking": {"type": "enabled", "budget_tokens": 99}}, {"prefix": "a"},
         {"modalities": ["audio"]}, {"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}, {"min_tokens": 99},
         {"messages": [{"role": "robot", "content": "x"}]}, {"think_type": "x"}, {"logit_bias": {"5": 1000}}, {"n": 0},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
