@@ -56,7 +56,9 @@ COVERED_BY = {
     "rwkv_batch/sessions": "test_state_pool",
     "rwkv_batch/shipped": "test_page",
     "rwkv_batch/text/call_reader": "test_tool_calls",
+    "rwkv_batch/text/chat_template": "test_openai_template",
     "rwkv_batch/text/json_text": "test_tool_calls",
+    "rwkv_batch/text/reasoning": "test_openai_adapter",
     "rwkv_batch/text/fim_marks": "test_fim_dialects",
     "sampling": "test_sampling",
 }

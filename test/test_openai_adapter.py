@@ -25,7 +25,6 @@ from routes.http.http_app import HttpApp
 from routes.http.replies import error_document
 from routes.openai.answers import CompletionFormatter
 from routes.openai.chat_answers import ChatFormatter
-from routes.openai.reasoning import ReasoningParser
 from routes.openai.response_answers import ResponseFormatter
 from routes.openai.response_body import ResponseBody
 from routes.openai.schemas import ChatBody, CompletionBody, GenerationBody, read
@@ -36,6 +35,7 @@ from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.request import Delta, Failure, Finish, Progress, PromptScore, Request, Sequence, TokenLogprob
 from rwkv_batch.secrets import read_api_keys
 from rwkv_batch.text import prompts, tokenizer
+from rwkv_batch.text.reasoning import ReasoningParser
 
 BYTES = tokenizer.for_vocab(256)
 CONFIG = Config()
@@ -358,12 +358,8 @@ def test_responses_become_conversations():
         {"input": ""},
         {"input": 5},
         {"input": "a", "background": True},
-        {"input": "a", "reasoning": {"effort": "high"}},
-        {"input": "a", "enable_thinking": True},
         {"input": [{"type": "reasoning", "summary": []}]},
         {"input": "a", "prompt": {"id": "pmpt_1"}},
-        {"input": [{"role": "tool", "content": "a"}]},
-        {"input": [{"type": "function_call_output", "call_id": "c", "output": "5"}]},
         {"input": "a", "metadata": {str(number): "v" for number in range(17)}},
     ):
         with pytest.raises(InvalidRequest):
@@ -377,22 +373,12 @@ def test_items_of_a_history():
     request = to_request(ResponseBody, {"input": ["a", thought, said, "b"], "reasoning": {"effort": "none", "summary": "auto"}})
     assert text_of(request) == "User: a\n\nAssistant: No.\n\nUser: b\n\nAssistant:"
     for item, why in (
-        ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}, "calls of tools"),
-        ({"type": "function_call_output", "call_id": "c", "output": "5"}, "calls of tools"),
-        ({"type": "item_reference", "id": "msg_1"}, "not kept"),
+        ({"type": "computer_call", "id": "c"}, "not supported"),
+        ({"type": "item_reference", "id": "m"}, "not kept"),
     ):
         with pytest.raises(InvalidRequest, match=why) as error:
             to_request(ResponseBody, {"input": ["a", item]})
-        assert error.value.param == "input[1].type"
-    for fields in (
-        {"enable_think": True},
-        {"think_type": "en"},
-        {"thinking": {"type": "enabled"}},
-        {"reasoning_effort": "low"},
-    ):
-        with pytest.raises(InvalidRequest) as error:
-            to_request(ResponseBody, {"input": "a", **fields})
-        assert (error.value.param, error.value.code) == (next(iter(fields)), "unsupported_parameter")
+        assert error.value.param == "input[1]"
 
 
 # --- before the tokenizer is there ---

@@ -7,9 +7,9 @@ import quiet_robyn  # noqa: F401
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from routes.openai.schemas import Conversation
-from routes.openai.template import CHAT_TEMPLATE
+from routes.openai.conversation import Conversation
 from rwkv_batch.errors import InvalidRequest
+from rwkv_batch.text.chat_template import CHAT_TEMPLATE
 
 SETTINGS = {
     "plain": jinja2.Environment(),

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from test_openai_adapter import CONFIG, answer_to, chat, payloads, step, text_of, to_request
 
 from routes.openai.chat_answers import ChatFormatter
-from routes.openai.schemas import ChatBody, CompletionBody, Conversation, read
+from routes.openai.conversation import Conversation
+from routes.openai.schemas import ChatBody, CompletionBody, read
 from routes.openai.tools import read_choice
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest
@@ -76,7 +77,7 @@ def test_a_choice_says_which_tools_are_told_and_whether_one_must_be_called():
 def test_a_thought_comes_before_a_forced_call():
     request = chat(tools=[WEATHER], tool_choice="required", enable_think=True)
     assert text_of(request).endswith("Assistant: <think")
-    assert "</think>" in request.grammar.source
+    assert "start: thought gap calls" in request.grammar.source
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,20 @@ def test_a_thought_comes_first():
     assert allows(grammar, f"></think>{call}")
     assert not allows(grammar, "> Hm.</think>\nNo.")
     assert not allows(grammar, f"> Hm.</think> I think{call}")
+    assert allows(grammar, f"></think>{call[1:]}")
+
+
+def test_an_answer_may_be_words_of_a_grammar_instead_of_calls():
+    box = Toolbox((NOW,))
+    grammar = box.grammar(thinks=False, answer='%json {"type":"integer"}')
+    call = '```json\n{"name":"now","arguments":{}}\n```'
+    assert allows(grammar, "12")
+    assert allows(grammar, call)
+    assert allows(grammar, f"{call}\n{call}"), "several, as in any answer that is free to call"
+    assert not allows(grammar, "twelve")
+    assert not allows(grammar, f"12\n{call}")
+    assert not allows(Toolbox((NOW,), limit=1).grammar(thinks=False, answer="/a/"), f"{call}\n{call}")
+    assert allows(box.grammar(thinks=True, answer="/a+/"), "> Hm.</think>\naaa")
 
 
 def test_what_a_grammar_cannot_express_matters_where_the_tool_is_strict():

@@ -7,9 +7,9 @@ from routes.llamacpp.answers import LlamaFormatter
 from routes.llamacpp.schemas import CompletionRequest, InfillRequest, LlamaBody, LlamaCompletion
 from routes.openai.chat import answer_with
 from routes.openai.schemas import END_TEXT, read
-from routes.openai.template import CHAT_TEMPLATE
 from routes.schemas import validate
 from rwkv_batch import __version__
+from rwkv_batch.text.chat_template import CHAT_TEMPLATE
 
 
 async def infill(context: RequestContext) -> Reply:

@@ -6,9 +6,9 @@ from typing import Any
 from routes.http.context import RequestContext
 from routes.http.replies import Response, json_reply
 from routes.ollama.schemas import ShowRequest
-from routes.openai.template import CHAT_TEMPLATE
 from routes.schemas import validate
 from rwkv_batch.ipc.messages import EngineInfo
+from rwkv_batch.text.chat_template import CHAT_TEMPLATE
 
 VERSION = "0.12.6"  # of the API that is spoken here; clients refuse older ones
 CAPABILITIES = ["completion", "insert", "thinking"]

@@ -5,9 +5,9 @@ from typing import Any
 from routes.http.context import RequestContext
 from routes.openai.answers import Formatter
 from routes.openai.calls import GatheredCall, GatheredReply, in_message
-from routes.openai.reasoning import END, ReasoningParser
 from routes.openai.schemas import ChatBody
 from rwkv_batch.request import Delta, Finish, Request, TokenLogprob
+from rwkv_batch.text.reasoning import END, ReasoningParser
 from rwkv_batch.text.tool_calls import CallArguments, CallBegan, CallEnded, Piece, Text
 
 THINK_TAG = "<think"  # what the prompt of a thinking chat ends in

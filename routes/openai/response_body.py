@@ -1,47 +1,68 @@
 """The JSON body of the Responses API."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar
 
+import msgspec
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from routes.formats import TextOptions
 from routes.openai.answers import new_id
-from routes.openai.schemas import NO_LIMIT, ChatMessage, GenerationBody, at_most
-from routes.openai.thinking import ThinkingFields
+from routes.openai.conversation import ChatMessage, Prompted
+from routes.openai.schemas import NO_LIMIT, GenerationBody, at_most
 from routes.schemas import MAX_ID, Names
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest
-from rwkv_batch.request import Grammar
+from rwkv_batch.request import Grammar, Request
 from rwkv_batch.session_messages import Session
-from rwkv_batch.text import prompts
 from rwkv_batch.text.prompts import Turn
 
-TAIL = "Assistant:"  # without a thought
 PREFIX = "resp"
 MAX_METADATA = 16  # as OpenAI allows
 
+CALLS = ("function_call", "custom_tool_call")  # items of the input that the model said
+OUTPUTS = ("function_call_output", "custom_tool_call_output")  # and what it was told then
+# Items that are left out: thoughts, as in chats, and what tools did that are run by the server that offers them.
+LEFT_OUT = (
+    "reasoning", "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "mcp_call",
+    "mcp_list_tools",
+)  # fmt: skip
+
 
 class Item(ChatMessage):
-    """One message of the input; other items are refused."""
+    """One item of the input: a message, a call, or what it brought; or one that is left out."""
 
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"] = "user"
+    type: str = "message"
 
-    @field_validator("type", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def explain(cls, value: Any) -> Any:
-        """Say what is missing for the items that agents send."""
-        if isinstance(value, str) and value.endswith(("_call", "_call_output")):
-            raise ValueError("calls of tools and their outputs are not supported by this server")
-        if value == "item_reference":
+    def shape(cls, data: Any) -> Any:
+        """As a message of a chat has it."""
+        if not isinstance(data, dict):
+            return data
+        kind = data.get("type") or "message"
+        if kind == "message":
+            return {**data, "type": kind}
+        if kind in CALLS:
+            return {"type": kind, "role": "assistant", "tool_calls": [data]}
+        if kind in OUTPUTS:
+            return {"type": kind, "role": "tool", "content": data.get("output")}
+        if kind in LEFT_OUT:
+            return {"type": kind}
+        if kind == "item_reference":
             raise ValueError("items are not kept by this server; send their messages, or previous_response_id")
-        return value
+        raise ValueError("type: not supported by this server")
+
+    def joins(self, before: "Item | None") -> bool:
+        """Whether it is a further part of what the model said at once."""
+        return self.type in CALLS and before is not None and before.role == "assistant"
 
 
-class ResponseBody(GenerationBody, ThinkingFields):
+class ResponseBody(GenerationBody, Prompted):
     """POST responses."""
 
     field: ClassVar[str] = "input"
+    no_thought: ClassVar[str] = "Assistant:"
     enable_think: bool | None = None
 
     input: Annotated[list[Item], Field(fail_fast=True)] = Field(default_factory=list)
@@ -63,12 +84,9 @@ class ResponseBody(GenerationBody, ThinkingFields):
     @field_validator("input", mode="before")
     @classmethod
     def one_is_a_list(cls, value: Any) -> Any:
-        """A text is a user's message, alone or in a list. Thoughts of earlier answers are left out, as in chats."""
+        """A text is a user's message, alone or in a list."""
         items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list):
-            return items
-        said = [item for item in items if not (isinstance(item, dict) and item.get("type") == "reasoning")]
-        return [{"content": item} if isinstance(item, str) else item for item in said]
+        return [{"content": item} if isinstance(item, str) else item for item in items] if isinstance(items, list) else items
 
     @model_validator(mode="after")
     def take_output_limit(self) -> "ResponseBody":
@@ -78,11 +96,6 @@ class ResponseBody(GenerationBody, ThinkingFields):
         return self
 
     @property
-    def thought_asked_by(self) -> str:
-        """The field that says most about thinking."""
-        return next((name for name in ThinkingFields.model_fields if name in self.model_fields_set), "reasoning")
-
-    @property
     def own_id(self) -> str:
         """The id of the response."""
         return self._own_id
@@ -90,6 +103,7 @@ class ResponseBody(GenerationBody, ThinkingFields):
     def check_limits(self, config: Config) -> None:
         """Raise InvalidRequest when more is asked for than the server allows, or than it can."""
         super().check_limits(config)
+        self.check_tools(config)
         unsupported = {
             "n": self.n > 1,
             "background": self.background,
@@ -97,21 +111,38 @@ class ResponseBody(GenerationBody, ThinkingFields):
             "prompt": self.prompt is not None,
             "include": "message.output_text.logprobs" in self.include,
             "top_logprobs": self.top_logprobs > 0,
-            self.thought_asked_by: self.how_to_think != "fast",
         }
         for name in (name for name, wanted in unsupported.items() if wanted):
             raise InvalidRequest(f"{name}: not supported by this server", param=name, code="unsupported_parameter")
 
     def wanted_grammar(self) -> Grammar | None:
-        """What the answer must be. Raises InvalidRequest."""
-        return self.text.format.grammar("text.format") or super().wanted_grammar()
+        """See FormatFields and Prompted."""
+        return self.with_calls(self.text.format.grammar("text.format") or super().wanted_grammar())
+
+    def to_request(self, texts: list[Any], request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
+        """The engine's form; tokens come one by one behind a thought, so that they can be counted."""
+        request = super().to_request(texts, request_id, config, encode)
+        return msgspec.structs.replace(request, chunk_size=1) if self.thinks else request
+
+    @property
+    def tells_tools(self) -> bool:
+        """See Prompted. The state of the previous response has seen the tools that the results of calls come from."""
+        only_results = all(item.type in OUTPUTS for item in self.input)
+        return super().tells_tools and not (self.previous_response_id and only_results)
 
     def texts(self) -> list[str]:
         """The one prompt. Instructions are those of this turn: a later one has them again, or others, in front of its input."""
-        turns = [item.turn() for item in self.input]
+        turns: list[Turn] = []
+        before = None
+        for item in (item for item in self.input if item.type not in LEFT_OUT):
+            turn = item.turn()
+            if item.joins(before):
+                turn = Turn(turn.role, "\n".join(filter(None, (turns.pop().text.rstrip(), turn.text))))
+            turns.append(turn)
+            before = item
         if not any(turn.text.strip() for turn in turns):
             raise InvalidRequest("input: a text, or messages with some", param="input")
-        return [prompts.conversation([Turn("system", self.instructions), *turns], TAIL)]
+        return [self.prompt_of([Turn("system", self.instructions), *turns])]
 
     def session(self, config: Config) -> Session | None:
         """The previous response's state is continued, and what becomes of it kept under the own id."""

@@ -12,8 +12,8 @@ import msgspec
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from routes.formats import FormatFields
-from routes.openai.thinking import BUDGETS, ThinkingFields, ThoughtFields
-from routes.openai.tools import CallSpec, ToolFields
+from routes.openai.conversation import Conversation
+from routes.openai.thinking import BUDGETS, ThoughtFields
 from routes.schemas import (
     DEFAULT_STOPS,
     END_ID,
@@ -24,10 +24,8 @@ from routes.schemas import (
     MIN_REPETITION,
     Body,
     Ids,
-    Message,
     PromptsBody,
     SomeBody,
-    Texts,
     session_name,
     validate,
 )
@@ -37,7 +35,6 @@ from rwkv_batch.request import Grammar, Loop, Request
 from rwkv_batch.session_messages import Session
 from rwkv_batch.text import grammar, prompts
 from rwkv_batch.text.fim_marks import Gap, find_gap
-from rwkv_batch.text.prompts import Turn
 from sampling.params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -265,89 +262,6 @@ class GenerationBody(PromptsBody, FormatFields):
         return msgspec.structs.replace(request, copies=self.n, grammar=wanted)
 
 
-class ChatMessage(Message):
-    """One message as the SDK sends it: an answer in the history may be a refusal."""
-
-    refusal: str | None = None
-    tool_calls: Annotated[list[CallSpec], Field(fail_fast=True)] | None = None
-    function_call: CallSpec | None = None
-    prefix: bool | None = None
-    partial: bool | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def read_refusals(cls, value: Any) -> Any:
-        """A part that is a refusal is text."""
-        if not isinstance(value, list):
-            return value
-        refused = [isinstance(part, dict) and part.get("type") == "refusal" for part in value]
-        return [part.get("refusal") if is_refusal else part for part, is_refusal in zip(value, refused, strict=True)]
-
-    @field_validator("prefix", "partial")
-    @classmethod
-    def refuse_beginnings(cls, value: bool | None) -> bool | None:
-        """Some servers go on with an answer that the client has begun."""
-        if value:
-            raise ValueError("not supported by this server, which begins each answer itself")
-        return value
-
-    def turn(self) -> Turn:
-        """See Message."""
-        if self.role != "assistant":
-            return super().turn()
-        calls = self.tool_calls or ([self.function_call] if self.function_call else [])
-        return Turn("assistant", prompts.with_calls(self.content or self.refusal or "", [call.call() for call in calls]))
-
-
-class Conversation(ThinkingFields, ToolFields):
-    """The fields that make a chat's prompt."""
-
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(default_factory=list)
-    contents: Texts = Field(default_factory=list)  # further user texts
-    system: str = ""
-
-    @property
-    def thought_begun(self) -> str:
-        """What the prompt holds of the thought."""
-        return prompts.CHINESE_THOUGHT if self.how_to_think == "preferChinese" else ""
-
-    def templated(self) -> str:
-        """The conversation with an open answer. Raises InvalidRequest when nobody says anything."""
-        turns = [Turn("system", self.system), *(message.turn() for message in self.messages)]
-        turns += [Turn("user", text) for text in self.contents]
-        if not any(turn.text.strip() for turn in turns):
-            raise InvalidRequest("Empty prompt", param="messages")
-        if self.tells_tools:
-            turns.append(Turn("system", self.toolbox.text()))
-        return prompts.conversation(self._with_length(turns), self.tail())
-
-    @property
-    def opens_call(self) -> bool:
-        """Whether the prompt ends in the mark of a call, which is then all that can follow."""
-        return self.toolbox.forced and self.how_to_think == "fast"
-
-    @property
-    def tells_tools(self) -> bool:
-        """Whether the prompt says which tools there are."""
-        return bool(self.toolbox)
-
-    def tail(self) -> str:
-        """How the prompt ends."""
-        if self.opens_call:
-            return prompts.CALL_TAIL
-        if self.how_to_think == "preferChinese":
-            return f"{prompts.THINK}>{prompts.CHINESE_THOUGHT}"
-        return prompts.chat_tail(think=self.how_to_think != "fast")
-
-    def _with_length(self, turns: list[Turn]) -> list[Turn]:
-        """Ask for a length of the thought behind the last user text."""
-        words = prompts.THOUGHT_LENGTHS.get(self.how_to_think, "")
-        last = max((place for place, turn in enumerate(turns) if turn.role == "user" and turn.text.strip()), default=None)
-        if words and last is not None:
-            turns[last] = Turn("user", turns[last].text.rstrip() + words)
-        return turns
-
-
 class ChatBody(GenerationBody, Conversation, ThoughtFields):
     """POST chat/completions with `messages`."""
 
@@ -359,7 +273,7 @@ class ChatBody(GenerationBody, Conversation, ThoughtFields):
 
     @property
     def tells_tools(self) -> bool:
-        """See Conversation. A session's state has seen the tools that the results of calls come from."""
+        """See Prompted. A session's state has seen the tools that the results of calls come from."""
         only_results = all(message.role in ("tool", "function") for message in self.messages) and not self.contents
         return super().tells_tools and not (self.session_id and only_results)
 
@@ -391,11 +305,8 @@ class ChatBody(GenerationBody, Conversation, ThoughtFields):
         return Session(name=session_name(self.session_id, config)) if self.session_id else None
 
     def wanted_grammar(self) -> Grammar | None:
-        """What the answer must be: a call where one is forced. A thought before it is free. Raises InvalidRequest."""
-        if self.toolbox.forced:
-            return Grammar("lark", self.toolbox.grammar(thinks=not self.opens_call), "tools")
-        wanted = super().wanted_grammar()
-        return wanted if wanted is None or self.how_to_think == "fast" else grammar.after_thought(wanted)
+        """See FormatFields and Prompted."""
+        return self.with_calls(super().wanted_grammar())
 
     def to_request(self, texts: list[Any], request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
         """The engine's form; tokens come one by one where a thought is told from the answer, so that they can be counted."""

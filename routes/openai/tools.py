@@ -54,6 +54,13 @@ class ToolSpec(BaseModel):
             raise ValueError("parameters.required: a list")
         return self
 
+    def told(self) -> dict[str, Any]:
+        """As a response repeats it."""
+        head = {"type": self.type, "name": self.name, "description": self.description or None}
+        if self.type == "custom":
+            return {**head, "format": self.format or None}
+        return {**head, "parameters": self.parameters, "strict": self.strict}
+
     def tool(self) -> Tool:
         """As models are told of it; a custom tool takes one text."""
         if self.type == "function":
@@ -104,6 +111,19 @@ class ToolFields(BaseModel):
         tools = tuple(spec.tool() for spec in specs if names is None or spec.name in names)
         single = self.parallel_tool_calls is False or self.has_functions
         return Toolbox(tools, mode == "required", limit=1 if single else None, several=self.parallel_tool_calls is True)
+
+    @property
+    def told_tools(self) -> list[dict[str, Any]]:
+        """The tools that count, as a response repeats them."""
+        return [spec.told() for spec in self.tools if spec.type in KINDS]
+
+    @property
+    def told_choice(self) -> Any:
+        """The choice among them, as a response repeats it."""
+        given = self.tool_choice
+        if isinstance(given, dict) and given.get("type") in KINDS:
+            return {"type": given["type"], "name": named(given)}
+        return WORDS[given] if isinstance(given, str) else given or "auto"
 
     def check_tools(self, config: Config) -> None:
         """Raise InvalidRequest for more tools than the server allows, or a choice among them that cannot be."""

@@ -45,18 +45,23 @@ def after_thought(grammar: Grammar) -> Grammar:
 
     Raises InvalidRequest for a grammar in Lark's or llama.cpp's syntax, which has rules of its own.
     """
+    return Grammar("lark", THOUGHT + as_rule(grammar, "a thought"), grammar.param)
+
+
+def as_rule(grammar: Grammar, beside: str) -> str:
+    """A grammar as the right side of a rule, so that it can stand beside others.
+
+    Raises InvalidRequest for a grammar in Lark's or llama.cpp's syntax, which has rules of its own.
+    """
     if grammar.kind == "lark":
-        raise InvalidRequest(f"{grammar.param}: not together with a thought", param=grammar.param)
+        raise InvalidRequest(f"{grammar.param}: not together with {beside}", param=grammar.param)
     if grammar.kind == "regex":
-        return Grammar("lark", f"{THOUGHT}/{_between_slashes(grammar.source)}/", grammar.param)
-    try:
-        schema = json.loads(grammar.source)
-    except (ValueError, RecursionError):
-        return grammar  # whoever compiles it says what is wrong
+        return f"/{_between_slashes(grammar.source)}/"
+    schema = json.loads(grammar.source)
     if isinstance(schema, dict):
         given = schema.get(OPTIONS)
         schema = {**schema, OPTIONS: {**STYLE, **(given if isinstance(given, dict) else {})}}
-    return Grammar("lark", f"{THOUGHT}%json {json.dumps(schema, ensure_ascii=False)}", grammar.param)
+    return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
 
 def check(grammar: Grammar, config: Config) -> None:

@@ -56,7 +56,7 @@ class Toolbox:
 
     forced   the reply is a call and nothing else
     limit    how many calls it may make, None = any number
-    several  a forced reply may make more than the one call that the models were trained to make
+    several  a forced reply may make more than the one call that models were trained to make
     """
 
     tools: tuple[Tool, ...] = ()
@@ -76,20 +76,27 @@ class Toolbox:
         """What finds the calls in the reply; see there."""
         return ToolCallParser([tool.name for tool in self.tools], opened=opened, limit=self.limit, after=after)
 
-    def grammar(self, *, thinks: bool) -> str:
-        """What a forced reply must be, in Lark's syntax as llguidance has it, behind a prompt that ends in "```json".
+    def grammar(self, *, thinks: bool, answer: str | None = None) -> str:
+        """What a reply must be, in Lark's syntax as llguidance has it.
 
-        thinks  the prompt ends in "<think" instead, and the thought comes first
+        thinks  the prompt ends in "<think", and the thought comes first; else a forced reply's ends in "```json"
+        answer  the right side of a rule for what a reply that is not forced may be instead of calls
         """
-        return "\n".join(self._rules(thinks=thinks))
+        return "\n".join(self._rules(thinks=thinks, answer=answer))
 
-    def _rules(self, *, thinks: bool) -> Iterator[str]:
-        opening, closing = literal("\n```\n```json\n"), literal("\n```")
-        further = f" ({opening} call){{0,{MOST_CALLS - 1}}}" if self.several and self.limit is None else ""
-        begin = f"thought {literal(chr(10) + '```json' + chr(10))}" if thinks else literal("\n")
-        yield f"start: {begin} call{further} {closing}"
+    def _rules(self, *, thinks: bool, answer: str | None) -> Iterator[str]:
+        fence, closing = "```json\n", "\n```"
+        further = f" ({literal(closing + chr(10) + fence)} call){{0,{MOST_CALLS - 1}}}" if self.limit is None else ""
+        if self.forced and not self.several:
+            further = ""
+        begun = "\n" if self.forced and not thinks else fence
+        yield f"calls: {literal(begun)} call{further} {literal(closing)}"
+        yield f"start: {'thought gap ' if thinks else ''}{'calls' if self.forced else '(calls | answer)'}"
+        if answer is not None:
+            yield f"answer: {answer}"
         if thinks:
-            yield 'thought[suffix="</think>"]: /(?s:.*)/'
+            yield "thought[lazy]: /(?s:.*)<\\/think>/"
+            yield "gap: /\\n{0,2}/"
         yield "call: " + " | ".join(f"call_{number}" for number in range(len(self.tools)))
         for number, tool in enumerate(self.tools):
             head = literal('{"name":' + compact(tool.name) + ',"arguments":')
