@@ -409,7 +409,10 @@ def test_nobody_has_to_read_what_the_server_says(folder):
     fcntl.fcntl(logged[1], fcntl.F_SETPIPE_SZ, 4096)
     model = write_memory(folder / "bytes.pth", 256)
     args = ("--durability", "shutdown", "--threads", "1", "--http-workers", "1")
-    with ServerProcess(*args, folder=folder, model=model, stdout=said[1], stderr=logged[1], wait=False) as server:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may themselves run under nohup
+    server = ServerProcess(*args, folder=folder, model=model, stdout=said[1], stderr=logged[1], wait=False)
+    signal.signal(signal.SIGHUP, before)
+    with server:
         os.close(said[1])
         text = b""
         while not (found := re.search(rb"address  http://\S+:(\d+)", text)):
