@@ -7,6 +7,7 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -23,7 +24,8 @@ log = logging.getLogger("rwkv_batch.session_messages")
 BACKLOG_STATES = 64  # that may wait for the disk before new turns are refused,
 BACKLOG_BYTES = 512 * 2**20  # and of how many bytes
 MAX_REPLAYS = 1000  # answers in memory, kept for their idempotency keys
-LATER_FIELDS = ("grammar",)  # of requests, which digests on disk are older than: left out of the digest of one that has none
+# Fields of requests that digests on disk are older than: they are left out of the digest of a request that does not use them.
+LATER_FIELDS = ("grammar", "min_p", "repetition_penalty")
 
 ReplayKey = tuple[str, str, str]  # namespace, session as requests name it, idempotency key
 
@@ -322,8 +324,17 @@ def _busy(lease: Lease) -> Conflict:
 
 def digest_of(request: Request) -> bytes:
     """What two requests with the same idempotency key must have in common: all but how the answer is delivered."""
-    fields = msgspec.structs.asdict(msgspec.structs.replace(request, id="", chunk_size=0, loop="sync"))
-    for name in LATER_FIELDS:
-        if fields[name] is None:
-            del fields[name]
-    return hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=16).digest()
+    same = msgspec.structs.replace(request, id="", chunk_size=0, loop="sync")
+    return hashlib.blake2b(msgspec.msgpack.encode(_as_digested(same)), digest_size=16).digest()
+
+
+def _as_digested(value: Any) -> Any:
+    """A struct as the map of its fields that it would be encoded as, without those that came later and are not used."""
+    if not isinstance(value, msgspec.Struct):
+        return value
+    fields = [(field, getattr(value, field.name)) for field in msgspec.structs.fields(value)]
+    return {
+        field.encode_name: _as_digested(content)
+        for field, content in fields
+        if field.name not in LATER_FIELDS or content != field.default
+    }
