@@ -5,7 +5,7 @@ from typing import Any
 
 KEYS = ("name", "ag e", "é", 'quo"te', "a/b", "x1", "$id2", "items")
 PATTERNS = ("^[a-f0-9]{2,6}$", "^(yes|no)$", "^\\d{1,3}-[A-Z]?$", "^.{0,4}x$", "[é中]{1,3}$")
-FORMATS = ("date", "time", "date-time", "ipv4", "ipv6", "uuid", "email", "hostname")
+FORMATS = ("date", "ipv4", "ipv6", "uuid", "email", "hostname")  # times have leap seconds, of which jsonschema knows none
 
 
 def schema(seed: int) -> dict[str, Any]:
