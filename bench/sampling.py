@@ -5,7 +5,8 @@
 
 Eight steps on eight sets of logits make a CUDA graph; the median of its replays, divided by eight, counts. "peaked" logits are
 normal noise with twenty likely tokens a row, as a trained model gives; "flat" ones are the noise alone. Rows with penalties
-have sampled HISTORY tokens before. FlashInfer starts from fp32 probabilities, so the softmax before it is not counted, and
+have sampled HISTORY tokens before, rows with a repetition penalty have them in their prompts, and a mask allows half of the
+columns. FlashInfer starts from fp32 probabilities, so the softmax before it is not counted, and
 knows no penalties. A peer is a Python file with NAME, VERSION and
 
     calls(logits, controls, penalized) -> list of functions without arguments, one for each of the sets of fp32 logits, or None
@@ -28,6 +29,7 @@ import torch
 from rwkv_batch import __version__
 from rwkv_batch.kernels.compiler import library
 from sampling.kernel import KernelSampler
+from sampling.masks import pack
 from sampling.params import SamplingParams
 
 BATCHES = (1, 64, 320, 960)
@@ -42,7 +44,8 @@ CASES = {
     "no filter": {"top_k": 0, "top_p": 1.0},
     "gumbel": {"rule": "gumbel"},
 }
-COLUMNS = ("fp16", "fp16 with penalties", "fp32", "flashinfer", "peer", "peer with penalties")
+LIMITS = {"fp16 with min_p": {"min_p": 0.05}, "fp16 with repetition penalty": {"repetition_penalty": 1.2}}
+COLUMNS = ("fp16", "fp16 with penalties", *LIMITS, "fp16 masked", "fp32", "flashinfer", "peer", "peer with penalties")
 
 
 def make_logits(kind: str, batch: int, columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -87,13 +90,17 @@ def microseconds(calls: list[Callable]) -> float:
     return statistics.median(times[5:])
 
 
-def ours(sets: list[torch.Tensor], controls: dict, penalized: bool) -> float:
+def ours(sets: list[torch.Tensor], controls: dict, *, penalized: bool = False, masked: bool = False) -> float:
     """One step of the kernel."""
     batch, columns = sets[0].shape
     sampler = KernelSampler(batch, torch.arange(columns), "cuda", library(0))
     penalty = {"alpha_presence": 1.0, "alpha_frequency": 0.1} if penalized else {"alpha_presence": 0, "alpha_frequency": 0}
     slots = list(range(batch))
-    sampler.start_many(slots, [SamplingParams(**controls, **penalty, seed=i) for i in slots], [0] * batch)
+    prompts = torch.randint(columns, (batch, HISTORY)).tolist()
+    sampler.start_many(slots, [SamplingParams(**controls, **penalty, seed=i) for i in slots], [0] * batch, prompts)
+    if masked:
+        words = pack(torch.rand(batch, columns, device="cuda") < 0.5).cpu()
+        sampler.masks.put(dict(zip(slots, words, strict=True)))
     index = torch.tensor(slots, device="cuda")
     if penalized:
         logits = torch.zeros_like(sets[0])
@@ -102,7 +109,7 @@ def ours(sets: list[torch.Tensor], controls: dict, penalized: bool) -> float:
             sampler.launch(logits, index)
             logits.scatter_(1, column, 0)
     sampled = sampler.sample(sets[0], index)
-    if controls.get("top_k") == 50 and not penalized:
+    if controls.get("top_k") == 50 and not (penalized or masked or "repetition_penalty" in controls):
         ranks = (sets[0] > sets[0].gather(1, sampled.ids[:, None])).sum(1)
         assert int(ranks.max()) < 50
     return microseconds([lambda logits=logits: sampler.launch(logits, index) for logits in sets])
@@ -160,15 +167,17 @@ def main() -> None:
         "peer": f"{peer.NAME} {peer.VERSION}" if peer else None, "columns": args.columns, "history": HISTORY,
         "microseconds": [],
     }  # fmt: skip
-    widths = (9, 9, 9, 12, 9, 9)
-    heads = ("fp16", "+penalty", "fp32", "FlashInfer", "peer", "+penalty")
+    widths = (9, 10, 9, 12, 9, 9, 12, 9, 10)
+    heads = ("fp16", "+penalty", "+min_p", "+repetition", "+mask", "fp32", "FlashInfer", "peer", "+penalty")
     print(f"{'us a step':10}{'case':26}{'B':>5}" + "".join(f"{head:>{w}}" for head, w in zip(heads, widths, strict=True)))
     for kind in ("peaked", "flat"):
         for batch in args.batches:
             half, full = (make_logits(kind, batch, args.columns, t) for t in (torch.float16, torch.float32))
             for name, controls in CASES.items():
-                cells = [ours(half, controls, False), None if name == "gumbel" else ours(half, controls, True)]
-                cells += [ours(full, controls, False), flashinfer(full, controls)]
+                filtered = name != "gumbel"
+                cells = [ours(half, controls), ours(half, controls, penalized=True) if filtered else None]
+                cells += [ours(half, controls | limit) if filtered else None for limit in LIMITS.values()]
+                cells += [ours(half, controls, masked=True), ours(full, controls), flashinfer(full, controls)]
                 for penalized in (False, True):
                     calls = peer.calls(full, controls, penalized) if peer else None
                     cells.append(microseconds(calls) if calls else None)

@@ -108,7 +108,7 @@ class ReferenceSampler:
             self._add_hits(penalties, at(columns, index), at(slots, index))
         if repeated:
             index = self._index(repeated)
-            self._add_seen(at(columns, index), at(slots, index))
+            self._add_seen(at(columns, index), at(slots, index), at(finite, index))
         self.controls.advance(slots, slot_list)
 
         sampled = Sampled(torch.where(finite, at(self.ids, columns), EOS_ID), finite)
@@ -124,10 +124,10 @@ class ReferenceSampler:
         penalized = some * torch.where(some > 0, 1 / factor, factor)
         return z.float().index_copy(0, index, torch.where(seen, penalized, some))
 
-    def _add_seen(self, columns: Tensor, slots: Tensor) -> None:
-        """Note that the columns [R] have occurred in the slots [R]."""
+    def _add_seen(self, columns: Tensor, slots: Tensor, finite: Tensor) -> None:
+        """Note that the columns [R] have occurred in the slots [R], where rows are finite [R] bool."""
         seen, words = self.controls.seen, columns // WORD
-        bits = torch.ones_like(columns) << (columns % WORD)
+        bits = finite.long() << (columns % WORD)
         seen[slots, words] = seen[slots, words] | bits.to(torch.int32)
 
     def _add_hits(self, penalties: Tensor, columns: Tensor, slots: Tensor) -> None:
