@@ -44,8 +44,8 @@ from rwkv_batch.model.weights import DTYPES, ModelShape
 from rwkv_batch.request import Request, Sequence
 from rwkv_batch.scheduling.plan import Plan, Row
 from rwkv_batch.session_messages import Answer, Delete, Fork, Session, Status
-from rwkv_batch.sessions.database import SessionDatabase
 from rwkv_batch.sessions.pool import Lease, StatePool
+from rwkv_batch.sessions.sqlite.database import SessionDatabase
 from rwkv_batch.sessions.state_file import StateFile
 from sampling.params import SamplingParams
 

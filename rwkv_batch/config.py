@@ -86,9 +86,18 @@ class Config:
     )
 
     state_db: str = setting("rwkv_batch_sessions.db", "sessions", "SQLite file of the sessions, made when the first is kept")
-    durability: Literal["turn", "relaxed", "shutdown"] = setting(
-        "turn", "sessions", "a turn is on disk before it is acknowledged, soon after, or at shutdown"
+    durability: Literal["log", "turn", "relaxed", "shutdown"] = setting(
+        "log",
+        "sessions",
+        "before a turn is acknowledged, its token ids are on disk, or its whole state; or its state soon after, or at shutdown",
     )
+    snapshot_tokens: int = setting(
+        2048, "sessions", "tokens of turns in the log until the whole state is written too", low=16, high=2**31 - 1
+    )
+    snapshot_mib_s: float = setting(
+        0.0, "sessions", "whole states written in the background, MiB a second; 0 = a quarter of what the disk takes",
+        low=0, high=1_048_576,
+    )  # fmt: skip
     relaxed_seconds: float = setting(1.0, "sessions", "longest time until a relaxed turn is on disk", low=0.01, high=3600)
     l1_sessions: int = setting(16, "sessions", "sessions kept in device memory", low=1, high=1_048_576)
     l2_sessions: int = setting(32, "sessions", "sessions kept in host memory", low=0, high=1_048_576)

@@ -159,6 +159,7 @@ class Sequence:
     slot           index into the state arrays, -1 while waiting and after the end
     initial        the state to start from (a `Snapshot`), None for the empty one
     cached         leading ids of `prompt` that `initial` has seen already
+    recalled       leading ids of `prompt` that are the session's: they lead from `initial` to its state
     num_waits      times it waited for a row of another request to feed what their prompts share
     cuts           places in `prompt`, ascending, where a plan must stop, because the state there is wanted
     mask           which tokens may be sampled next (an `engine.token_mask.TokenMask`), None for all
@@ -167,7 +168,7 @@ class Sequence:
 
     __slots__ = (
         "cached", "cuts", "finalizing", "index", "initial", "mask", "num_prefilled", "num_sampled", "num_waits", "prompt",
-        "request", "slot",
+        "recalled", "request", "slot",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int):
@@ -179,6 +180,7 @@ class Sequence:
         self.slot = -1
         self.initial = None
         self.cached = 0
+        self.recalled = 0
         self.num_waits = 0
         self.cuts: list[int] = []
         self.mask = None

@@ -2,9 +2,9 @@
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 
-from rwkv_batch.sessions.store import NewVersion, Record, Replay, SessionSummary
+from rwkv_batch.sessions.store import NewVersion, Record, Replay, SessionSummary, Source, SourceLost, StoredState
 
 Key = tuple[str, str]
 
@@ -17,7 +17,9 @@ class MemoryStore:
         self.replay_seconds = replay_seconds
         self.response_seconds = response_seconds
         self._records: dict[Key, list[Record]] = {}  # the oldest first
-        self._states: dict[int, bytes] = {}
+        self._states: dict[int, bytes] = {0: b""}
+        self._turns: dict[int, tuple[int, list[int]]] = {}  # (state before, ids) of those that are not whole
+        self._draft = b""
         self._replays: dict[tuple[str, str, str], Replay] = {}
         self._last_nodes: dict[Key, int] = {}
         self._numbers = itertools.count(1)
@@ -31,8 +33,12 @@ class MemoryStore:
         records = self._records.get((namespace, name), [])
         return next((record for record in reversed(records) if version in (None, record.version)), None)
 
-    def pieces(self, record: Record) -> Iterator[bytes]:
-        yield self._states[record.state]
+    def load(self, record: Record) -> StoredState:
+        state, ids = record.state, []
+        while state in self._turns:
+            state, before = self._turns[state]
+            ids = before + ids
+        return StoredState(iter([self._states[state]]) if state else None, ids, set())
 
     def page(
         self, namespace: str, *, without: list[int], offset: int, limit: int, responses: bool = False
@@ -69,16 +75,50 @@ class MemoryStore:
     # Writing.
 
     def write(self, versions: list[NewVersion]) -> None:
-        states = [b"".join(bytes(piece) for piece in new.pieces) for new in versions]  # what fails does so before any change
-        for new, state in zip(versions, states, strict=True):
-            number = next(self._numbers)
-            self._states[number] = state
-            self._add(new, number, len(state))
+        bases = [self._base(new) for new in versions]  # what fails does so before any change
+        for new, (base, whole, num_bytes) in zip(versions, bases, strict=True):
+            state = base
+            if whole is not None:
+                state = next(self._numbers)
+                self._states[state] = whole
+            if new.ids or whole is None:
+                self._turns[number := next(self._numbers)] = (state, list(new.ids))
+                state = number
+            self._add(new, state, num_bytes)
             if new.node is not None:
                 dialogue = (new.namespace, new.node[0])
                 self._last_nodes[dialogue] = max(self._last_nodes.get(dialogue, 0), new.node[1])
             for name, replay in new.replays:
                 self._replays[new.namespace, name, replay.key] = replay
+
+    def _base(self, new: NewVersion) -> tuple[int, bytes | None, int]:
+        if new.pieces is not None:
+            whole = b"".join(bytes(piece) for piece in new.pieces)
+            return 0, whole, len(whole)
+        return (self._source(new.namespace, new.source).state if new.source is not None else 0), None, new.num_bytes
+
+    def _source(self, namespace: str, source: Source) -> Record:
+        record = self.find(namespace, source.name, source.version)
+        if record is None or record.updated != source.updated:
+            raise SourceLost(source.name)
+        return record
+
+    def begin_draft(self) -> None:
+        self._draft = b""
+
+    def add_to_draft(self, piece: bytes | memoryview) -> None:
+        self._draft += bytes(piece)
+
+    def finish_draft(self, namespace: str, source: Source, ids: Sequence[int]) -> bool:
+        try:
+            record = self._source(namespace, source)
+        except SourceLost:
+            return False
+        if record.state in self._turns:
+            number = next(self._numbers)
+            self._states[number] = self._draft
+            self._turns[record.state] = (number, list(ids))
+        return True
 
     def delete(self, namespace: str, name: str, *, prefix: bool) -> set[str]:
         def is_meant(space: str, found: str) -> bool:
@@ -111,7 +151,13 @@ class MemoryStore:
 
     def clean_up(self) -> None:
         used = {record.state for records in self._records.values() for record in records}
-        self._states = {number: state for number, state in self._states.items() if number in used}
+        states = list(used)
+        for state in states:
+            if state in self._turns and self._turns[state][0] not in used:
+                used.add(self._turns[state][0])
+                states.append(self._turns[state][0])
+        self._turns = {number: turn for number, turn in self._turns.items() if number in used}
+        self._states = {number: state for number, state in self._states.items() if number in used or not number}
 
     def close(self) -> None:
         self.clean_up()

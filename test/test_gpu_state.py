@@ -18,8 +18,8 @@ from rwkv_batch.request import Request
 from rwkv_batch.scheduling.prefix_cache import PrefixCache
 from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.session_messages import Session, Status
-from rwkv_batch.sessions.database import SessionDatabase
 from rwkv_batch.sessions.pool import StatePool
+from rwkv_batch.sessions.sqlite.database import SessionDatabase
 from rwkv_batch.sessions.state_file import StateFile
 from rwkv_batch.text.tokenizer import ByteTokenizer
 

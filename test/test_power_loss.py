@@ -24,17 +24,21 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_state_pool import FILE, Pool, same, snapshot, take
+from test_state_pool import FILE, take
+from test_turn_log import LogPool, ids_of
 
 from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.session_messages import Delete, Fork, Rewind, Session
-from rwkv_batch.sessions import connection, storage
-from rwkv_batch.sessions.database import SessionDatabase
+from rwkv_batch.sessions import storage
+from rwkv_batch.sessions.sqlite import connection
+from rwkv_batch.sessions.sqlite.database import SessionDatabase
+from rwkv_batch.sessions.store import Record
 
 NAMES = [f"s{i}" for i in range(6)]
 RECORD = struct.Struct("<cHqq")
 SECTOR = 512  # what a disk writes whole or not at all
 ACKS = "acks"
+TURN_IDS = 4  # of each turn
 
 Version = tuple[int, int]  # number, seed of its state; number 0: there is no such session
 
@@ -43,19 +47,26 @@ Version = tuple[int, int]  # number, seed of its state; number 0: there is no su
 
 
 class Life:
-    """Turns, rewinds, forks and deletes in random order. What is begun and what was acknowledged stands in a file."""
+    """Turns, rewinds, forks and deletes in random order. What is begun and what was acknowledged stands in a file.
 
-    def __init__(self, folder: Path, seed: int):
+    A turn feeds its number a few times, so a state says which turns led to it. Now and then one is written whole.
+    """
+
+    def __init__(self, folder: Path, seed: int, durability: str):
         storage.IDLE_SECONDS = 0.005
         connection.WAL_SOON_BYTES, connection.WAL_BYTES = 400_000, 2_000_000  # so that the log is copied back often
         connection.RESERVE_BYTES = 2**16
         torch.set_num_threads(1)
         self.folder = folder
+        self.durability = durability
         self.rng = random.Random(seed)
         self.seeds = itertools.count(1)
         self.versions: dict[str, list[Version]] = defaultdict(list)  # that are kept
         self.acks = os.open(folder / ACKS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self.pool = Pool(folder / "s.db", versions=3)
+        self.pool = self.open()
+
+    def open(self) -> LogPool:
+        return LogPool(self.folder / "s.db", versions=3, durability=self.durability, snapshot_tokens=20, snapshot_rate=1e12)
 
     def note(self, word: str, name: str, version: Version) -> None:
         os.write(self.acks, f"{word} {name} {version[0]} {version[1]}\n".encode())
@@ -77,18 +88,19 @@ class Life:
             time.sleep(0.03)  # idle
         else:
             self.pool.pool.close()
-            self.pool = Pool(self.folder / "s.db", versions=3)
+            self.pool = self.open()
 
     def turns(self, names: list[str]) -> None:
         """Turns of some sessions, which may share a commit."""
         begun = []
         for name in names:
-            last = self.versions[name][-1][0] if self.versions[name] else 0
+            last, before = self.versions[name][-1] if self.versions[name] else (0, 0)
             version = (last + 1, next(self.seeds))
             lease = take(self.pool.ask(Session(name=name, key=f"key{version[1]}")))
             assert lease.version == last
+            self.note("after", name, (before, version[1]))
             self.note("begin", name, version)
-            begun.append((name, version, self.pool.commit_later(lease, state_of(version[1]), newlines=1)))
+            begun.append((name, version, self.pool.say_later(lease, (version[1],) * TURN_IDS, behind=self.rng.randrange(4))))
         for name, version, answer in begun:
             take(answer)
             self.done(name, version)
@@ -103,13 +115,9 @@ class Life:
         self.versions[name] = [*self.versions[name], version][-3:] if version[0] else []
 
 
-def state_of(seed: int):
-    return snapshot(seed, tokens=seed)
-
-
-def live_and_be_noted(folder: Path, num_steps: int, weaker: str) -> None:
+def live_and_be_noted(folder: Path, durability: str, num_steps: int, weaker: str) -> None:
     """A life whose calls are noted; SQLite syncs as the server has it, or `weaker`."""
-    life = Life(folder, seed=1)
+    life = Life(folder, 1, durability)
     for _ in range(num_steps):
         life.step()
         opened = life.pool.database.file.connection
@@ -118,7 +126,7 @@ def live_and_be_noted(folder: Path, num_steps: int, weaker: str) -> None:
     os._exit(0)
 
 
-def live_and_be_killed(folder: Path, num_steps: int, first: int, last: int, step: int) -> None:
+def live_and_be_killed(folder: Path, durability: str, num_steps: int, first: int, last: int, step: int) -> None:
     """Lives in `folder`/n, each killed at its nth call, until one ends by itself."""
     shim = ctypes.CDLL(None)
     for n in range(first, last, step):
@@ -127,7 +135,7 @@ def live_and_be_killed(folder: Path, num_steps: int, first: int, last: int, step
             try:
                 here = folder / str(n)
                 here.mkdir()
-                life = Life(here, seed=n)
+                life = Life(here, n, durability)
                 shim.disk_kill_at(ctypes.c_long(n))
                 for _ in range(num_steps):
                     life.step()
@@ -150,14 +158,35 @@ def may_be(lines: Iterable[str]) -> dict[str, set[Version]]:
         if not line.endswith("\n"):
             break  # killed while it was written
         word, name, number, seed = line.split()
+        if word == "after":
+            continue
         version = (int(number), int(seed))
         before = found.get(name, {(0, 0)})
         found[name] = {version} if word == "done" else before | {version}
     return found
 
 
-def anomaly(path: Path, expected: dict[str, set[Version]]) -> str | None:
-    """What is wrong with the file, None if nothing is."""
+def parents_in(lines: Iterable[str]) -> dict[int, int]:
+    """Which turn each turn goes on from, 0 if from none."""
+    words = [line.split() for line in lines if line.startswith("after ") and line.endswith("\n")]
+    return {int(turn): int(before) for _, _, before, turn in words}
+
+
+def seen(database: SessionDatabase, record: Record) -> tuple[int, ...]:
+    """The turns that led to a version's state."""
+    pieces, ids, _ = database.load(record)
+    ids = (*(ids_of(FILE.decode(pieces).snapshot) if pieces is not None else ()), *ids)
+    assert len(ids) == record.tokens
+    return ids[::TURN_IDS]
+
+
+def anomaly(path: Path, lines: list[str]) -> str | None:
+    """What is wrong with the file after a life with these notes, None if nothing is."""
+    expected, parents = may_be(lines), parents_in(lines)
+
+    def turns_to(seed: int) -> tuple[int, ...]:
+        return (*turns_to(parents[seed]), seed) if seed else ()
+
     database = SessionDatabase(path, replay_seconds=1e9)
     try:
         for name, versions in expected.items():
@@ -168,17 +197,17 @@ def anomaly(path: Path, expected: dict[str, set[Version]]) -> str | None:
                 return f"{name} is at version {number}, not at one of {versions}"
             if record is None:
                 continue
-            stored = FILE.decode(database.pieces(record))
-            if not any(same(stored.snapshot, state_of(seed)) for seed in seeds):
+            turns = seen(database, record)
+            if turns not in [turns_to(seed) for seed in seeds]:
                 return f"{name} has another state than that of version {number}"
             for version in database.kept_versions("", name):
-                FILE.decode(database.pieces(database.find("", name, version)))
-            key = f"key{record.tokens}"
+                seen(database, database.find("", name, version))
+            key = f"key{turns[-1]}"
             if record.origin is None and name in NAMES and database.replay("", name, key) is None:
                 return f"the answer of {name} is not there for {key}"
         database.close()
-        with Pool(path) as pool:
-            pool.turn("one more", snapshot(1))
+        with LogPool(path) as pool:
+            pool.say("one more", (1,))
         with closing(sqlite3.connect(path)) as connection:
             result = connection.execute("PRAGMA integrity_check").fetchone()[0]
             return None if result == "ok" else result
@@ -282,10 +311,12 @@ def run_life(shim: Path, folder: Path, *arguments: object, log: Path | None = No
     assert ended.returncode == 0, ended.stderr
 
 
-def cut_the_power(shim: Path, tmp_path: Path, ram: Path, *, num_steps: int, num_cuts: int, weaker: str = "") -> str | None:
+def cut_the_power(
+    shim: Path, tmp_path: Path, ram: Path, *, num_steps: int, num_cuts: int, weaker: str = "", durability: str = "log"
+) -> str | None:
     """What is wrong after one of many power cuts at random moments of one life; None if nothing ever is."""
     log = tmp_path / "log"
-    run_life(shim, tmp_path / "life", "noted", tmp_path / "life", num_steps, weaker, log=log)
+    run_life(shim, tmp_path / "life", "noted", tmp_path / "life", durability, num_steps, weaker, log=log)
     calls, rng = read_calls(log), random.Random(0)
     assert {"W", "S", "T"} <= {call.kind for call in calls}, "the shim sees nothing"
     begin = next(index for index, call in enumerate(calls) if call.name == ACKS)
@@ -300,15 +331,16 @@ def cut_the_power(shim: Path, tmp_path: Path, ram: Path, *, num_steps: int, num_
         folder.mkdir()
         for name, data in after_power_cut(calls[:moment], rng).items():
             (folder / name).write_bytes(data)
-        wrong = anomaly(folder / "s.db", may_be(lines))
+        wrong = anomaly(folder / "s.db", lines)
         shutil.rmtree(folder)
         if wrong is not None:
             return f"cut {number}, after {moment} of {len(calls)} calls: {wrong}"
     return None
 
 
-def test_no_acknowledged_turn_is_lost_when_the_power_goes_off(shim, tmp_path, ram):
-    assert cut_the_power(shim, tmp_path, ram, num_steps=40, num_cuts=50) is None
+@pytest.mark.parametrize("durability", ["log", pytest.param("turn", marks=pytest.mark.long)])
+def test_no_acknowledged_turn_is_lost_when_the_power_goes_off(shim, tmp_path, ram, durability):
+    assert cut_the_power(shim, tmp_path, ram, num_steps=60, num_cuts=50, durability=durability) is None
 
 
 @pytest.mark.parametrize("weaker", ["NORMAL", pytest.param("OFF", marks=pytest.mark.long)])
@@ -317,17 +349,18 @@ def test_the_test_of_power_cuts_sees_a_database_that_syncs_too_little(shim, tmp_
 
 
 @pytest.mark.long
-def test_no_acknowledged_turn_is_lost_in_many_power_cuts(shim, tmp_path, ram):
-    assert cut_the_power(shim, tmp_path, ram, num_steps=300, num_cuts=1000) is None
+@pytest.mark.parametrize("durability", ["log", "turn"])
+def test_no_acknowledged_turn_is_lost_in_many_power_cuts(shim, tmp_path, ram, durability):
+    assert cut_the_power(shim, tmp_path, ram, num_steps=300, num_cuts=1000, durability=durability) is None
 
 
-def kill_at_calls(shim: Path, ram: Path, *, num_steps: int, calls: range) -> int:
+def kill_at_calls(shim: Path, ram: Path, *, num_steps: int, calls: range, durability: str = "log") -> int:
     """Kill servers at these of their calls and look at what they leave; how many were killed."""
     folder = ram / f"lives from {calls.start}"
-    run_life(shim, folder, "killed", folder, num_steps, calls.start, calls.stop, calls.step)
+    run_life(shim, folder, "killed", folder, durability, num_steps, calls.start, calls.stop, calls.step)
     lives = sorted(folder.iterdir(), key=lambda life: int(life.name))
     for life in lives:
-        wrong = anomaly(life / "s.db", may_be((life / ACKS).read_text().splitlines(keepends=True)))
+        wrong = anomaly(life / "s.db", (life / ACKS).read_text().splitlines(keepends=True))
         assert wrong is None, f"killed at call {life.name}: {wrong}"
     shutil.rmtree(folder)
     return len(lives)
@@ -338,14 +371,18 @@ def test_a_kill_at_each_call_of_the_first_turns_loses_nothing(shim, ram):
 
 
 @pytest.mark.long
-def test_a_kill_at_any_call_loses_nothing(shim, ram):
-    assert sum(kill_at_calls(shim, ram, num_steps=60, calls=range(at, at + 50)) for at in range(1, 1000, 50)) == 1000
+@pytest.mark.parametrize("durability", ["log", "turn"])
+def test_a_kill_at_any_call_loses_nothing(shim, ram, durability):
+    killed = [
+        kill_at_calls(shim, ram, num_steps=60, calls=range(at, at + 50), durability=durability) for at in range(1, 1000, 50)
+    ]
+    assert sum(killed) == 1000
 
 
 if __name__ == "__main__":
     signal.alarm(3000)
-    kind, folder, *arguments = sys.argv[1:]
+    kind, folder, durability, num_steps, *arguments = sys.argv[1:]
     if kind == "noted":
-        live_and_be_noted(Path(folder), int(arguments[0]), arguments[1])
+        live_and_be_noted(Path(folder), durability, int(num_steps), arguments[0])
     else:
-        live_and_be_killed(Path(folder), *map(int, arguments))
+        live_and_be_killed(Path(folder), durability, int(num_steps), *map(int, arguments))

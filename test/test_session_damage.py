@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 from test_state_pool import FILE, Pool, same, snapshot
+from test_turn_log import ids_of, state_after
 
 from rwkv_batch.errors import RwkvBatchError, StorageFailed, Unprocessable
 from rwkv_batch.session_messages import Delete, Status
-from rwkv_batch.sessions.connection import PAGE_BYTES
-from rwkv_batch.sessions.database import SessionDatabase
-from rwkv_batch.sessions.schema import APPLICATION_ID, SCHEMA, STATE_SHIFT, TABLES
+from rwkv_batch.sessions.sqlite.connection import PAGE_BYTES
+from rwkv_batch.sessions.sqlite.database import SessionDatabase
+from rwkv_batch.sessions.sqlite.schema import APPLICATION_ID, SCHEMA, STATE_SHIFT, TABLES
 from rwkv_batch.sessions.state_file import Stored
-from rwkv_batch.sessions.store import NewVersion, Replay
+from rwkv_batch.sessions.store import NewVersion, Replay, Source, SourceLost
 
 NUM_SESSIONS, NUM_VERSIONS = 12, 3
 
@@ -24,14 +25,39 @@ def name_of(number: int) -> str:
     return f"user{number}"
 
 
+def is_logged(number: int) -> bool:
+    """Whether a session's versions are ids; the others are whole states."""
+    return number % 3 > 0
+
+
+def ids_seen(number: int, version: int) -> tuple[int, ...]:
+    """What a session that is logged has seen."""
+    return tuple(1000 * number + place for place in range(9 * version))
+
+
 def turn(number: int, version: int) -> NewVersion:
     """One version of a session, with the answer for an idempotency key."""
     state, newlines = snapshot(100 * number + version, tokens=1000 * number + version), number % 3
     replay = Replay(f"key{version}", b"digest", b"answer of %d" % number, 2e9 + number)
-    return NewVersion(
+    new = NewVersion(
         "", name_of(number), version, state.elapsed, newlines, FILE.encode(Stored(state, newlines)), 1e9 + number,
         [(name_of(number), replay)],
     )  # fmt: skip
+    if is_logged(number):
+        new.pieces, new.tokens = None, 9 * version
+        new.ids = ids_seen(number, version)[-9:]
+        new.model = "model"
+        new.source = Source(name_of(number), version - 1, new.updated) if version > 1 else None
+    return new
+
+
+def write_whole(database: SessionDatabase, number: int, version: int) -> None:
+    """Write the whole state of a version that is ids, but for the last of them."""
+    ids = ids_seen(number, version)
+    database.begin_draft()
+    for piece in FILE.encode(Stored(state_after(ids[:-2]), 0)):
+        database.add_to_draft(piece)
+    assert database.finish_draft("", Source(name_of(number), version, 1e9 + number), ids[-2:])
 
 
 def check_turn(database: SessionDatabase, number: int, version: int) -> None:
@@ -39,16 +65,18 @@ def check_turn(database: SessionDatabase, number: int, version: int) -> None:
     try:
         record = database.find("", name_of(number))
         assert record is not None, "a session that is there must not be taken for a new one"
-        stored = FILE.decode(database.pieces(record))
+        pieces, ids, models = database.load(record)
+        stored = FILE.decode(pieces) if pieces is not None else None
     except RwkvBatchError:
         return
     expected = turn(number, version)
-    assert (record.version, record.tokens, record.newlines, stored.newlines) == (
-        version,
-        expected.tokens,
-        *[expected.newlines] * 2,
-    )
-    assert same(stored.snapshot, snapshot(100 * number + version, tokens=expected.tokens))
+    assert (record.version, record.tokens, record.newlines) == (version, expected.tokens, expected.newlines)
+    if is_logged(number):
+        assert models == {"model"}
+        assert (*(ids_of(stored.snapshot) if stored else ()), *ids) == ids_seen(number, version)
+    else:
+        assert (stored.newlines, ids) == (expected.newlines, [])
+        assert same(stored.snapshot, snapshot(100 * number + version, tokens=expected.tokens))
 
 
 def check_answer(database: SessionDatabase, number: int) -> None:
@@ -83,7 +111,7 @@ def check_writes(database: SessionDatabase) -> None:
     for number in range(NUM_SESSIONS):
         try:
             database.write([turn(number, NUM_VERSIONS + 1)])
-        except RwkvBatchError:
+        except (RwkvBatchError, SourceLost):
             continue
         versions[number] += 1
     for number, version in versions.items():
@@ -97,6 +125,8 @@ def pristine(tmp_path_factory) -> bytes:
     database = SessionDatabase(path)
     for version in range(1, NUM_VERSIONS + 1):
         database.write([turn(number, version) for number in range(NUM_SESSIONS)])
+        for number in range(2, NUM_SESSIONS, 6) if version == 2 else ():
+            write_whole(database, number, version)
     database.close()
     check_file(path, writes=False)
     return path.read_bytes()
@@ -106,8 +136,10 @@ def places(pristine: bytes, path: Path) -> list[int]:
     """Where the tables and indexes are that lead to the states: all bytes of their pages that are not zero."""
     path.write_bytes(pristine)
     with closing(sqlite3.connect(path)) as connection:
-        query = "SELECT rootpage FROM sqlite_master WHERE rootpage > 0 AND tbl_name IN ({})".format(",".join("?" * len(TABLES)))
-        roots = [1] + [row[0] for row in connection.execute(query, TABLES)]
+        query = "SELECT rootpage FROM sqlite_master WHERE rootpage > 0 AND tbl_name IN ({})".format(
+            ",".join("?" * (len(TABLES) + 1))
+        )
+        roots = [1] + [row[0] for row in connection.execute(query, (*TABLES, "kept_turns"))]
     return [at for root in roots for at in range((root - 1) * PAGE_BYTES, root * PAGE_BYTES) if pristine[at]]
 
 

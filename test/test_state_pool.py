@@ -37,9 +37,9 @@ from rwkv_batch.model.state import Snapshot
 from rwkv_batch.model.weights import ModelShape
 from rwkv_batch.request import Request
 from rwkv_batch.session_messages import Answer, CommitResult, Delete, Deleted, Export, Fork, Import, Rewind, Session, Status
-from rwkv_batch.sessions.database import SessionDatabase
 from rwkv_batch.sessions.leases import digest_of
 from rwkv_batch.sessions.pool import StatePool
+from rwkv_batch.sessions.sqlite.database import SessionDatabase
 from rwkv_batch.sessions.state_file import StateFile, Stored
 from rwkv_batch.sessions.store import SessionStore
 from rwkv_batch.sessions.transfer import Copies

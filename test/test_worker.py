@@ -32,20 +32,23 @@ class Memory:
         self.states: dict[str, Snapshot] = {}
         self.released: list[str] = []
 
+    def use(self, compute):
+        pass
+
     def lease(self, request, ready):
         memory, name = self, request.session.name
 
         class Lease:
-            newlines, replay, revoked = 0, None, False
+            newlines, replay, revoked, ids, logs = 0, None, False, [], False
 
             def initial(self):
                 return memory.states.get(name)
 
-            def commit(self, snapshot, newlines, answer, done):
+            def commit(self, snapshot, newlines, answer, done, **_):
                 memory.states[name] = snapshot
                 done(CommitResult(name, 1, None, snapshot.elapsed, False))
 
-            def release(self):
+            def release(self, **_):
                 memory.released.append(name)
 
         ready(Lease())

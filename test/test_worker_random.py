@@ -74,14 +74,22 @@ class TupleEngine:
 
 
 class Turns:
-    """Sessions: turns that keep their state follow one another; they are granted and kept when `work` says so."""
+    """Sessions: turns that keep their state follow one another; they are granted and kept when `work` says so.
 
-    def __init__(self):
+    logs  whether a kept state may be one from which some ids lead to that of the session
+    """
+
+    def __init__(self, *, logs: bool):
+        self.logs = logs
+        self.behind: dict[str, tuple[Fed, list[int]]] = {}  # what was kept of the states
         self.states: dict[str, Fed] = {}
         self.queues: dict[str, deque] = defaultdict(deque)
         self.asked: list[tuple[Lease, object]] = []
-        self.commits: list[tuple[Lease, Fed, object]] = []
+        self.commits: list[tuple[Lease, Fed, list[int], object]] = []
         self.leases: list[Lease] = []
+
+    def use(self, compute) -> None:
+        pass
 
     def lease(self, request, ready) -> None:
         lease = Lease(self, request)
@@ -100,11 +108,14 @@ class Turns:
             if rng.random() < 0.7 and (not lease.request.session.keep or queue[0] is lease):
                 self.asked.remove((lease, ready))
                 lease.start = self.states.get(lease.request.session.name)
+                lease.behind, lease.ids = self.behind.get(lease.request.session.name, (None, []))
                 ready(lease)
         while self.commits and rng.random() < 0.5:
-            lease, state, done = self.commits.pop(0)
+            lease, behind, ids, done = self.commits.pop(0)
+            state = Fed((*behind.tokens, *ids))
             if not lease.revoked:
                 lease.kept = self.states[lease.request.session.name] = state
+                self.behind[lease.request.session.name] = (behind, ids)
             self.queues[lease.request.session.name].remove(lease)
             done(Conflict("it was deleted") if lease.revoked else CommitResult("s", 1, None, len(state.tokens), True))
 
@@ -118,20 +129,28 @@ class Lease:
     newlines, replay, revoked, ended = 0, None, False, False
     start: Fed | None = None
     kept: Fed | None = None
+    behind: Fed | None = None
 
     def __init__(self, turns: Turns, request: Request):
         self.turns = turns
         self.request = request
+        self.ids: list[int] = []
+
+    @property
+    def logs(self) -> bool:
+        return self.turns.logs
 
     def initial(self) -> Fed | None:
-        return self.start
+        return self.behind
 
-    def commit(self, state, newlines, answer, done) -> None:
+    def commit(self, state, newlines, answer, done, *, ids, turn) -> None:
         assert not self.ended
         self.ended = True
-        self.turns.commits.append((self, state, done))
+        assert self.logs or not ids
+        assert (*state.tokens, *ids) == (*(self.start.tokens if self.start else ()), *turn), "the log leads to another state"
+        self.turns.commits.append((self, state, ids, done))
 
-    def release(self) -> None:
+    def release(self, *, nonfinite: bool = False) -> None:
         assert not self.ended
         self.ended = True
         self.turns.asked = [pair for pair in self.turns.asked if pair[0] is not self]
@@ -153,7 +172,7 @@ class Life:
             busy_budget=rng.choice([None, 1, 40, 64]),
             prefixes=rng.choice([None, cache]),
         )
-        self.engine, self.turns = TupleEngine(num_slots), Turns()
+        self.engine, self.turns = TupleEngine(num_slots), Turns(logs=rng.random() < 0.5)
         vocabulary = tokenizer.for_vocab(256)
         self.worker = EngineLoop(self.engine, self.scheduler, vocabulary, self.deliver, sessions=self.turns, queue=1000)
         self.requests: dict[str, Request] = {}

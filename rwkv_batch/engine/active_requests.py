@@ -69,7 +69,7 @@ class ActiveRequests(Admission):
         self._outbox.fail(active.request.id, active.owner, error)
 
     def _end(self, sequence: Sequence, row: RowOutput, reason: Reason) -> None:
-        row.release()
+        row.release(nonfinite=reason == "error")
         self._outbox.end(sequence, row, reason)
         row.active.num_open -= 1
         if row.active.num_open == 0:

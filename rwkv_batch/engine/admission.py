@@ -11,10 +11,13 @@ from rwkv_batch.errors import InvalidRequest, Overloaded, RwkvBatchError, Unavai
 from rwkv_batch.grammar.masks import GrammarMask, Grammars
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Finish, Request
-from rwkv_batch.session_messages import Answer, CommitResult, Deleted, Page, SessionCommand
+from rwkv_batch.session_messages import Answer, CommitResult, Deleted, Page, Session, SessionCommand
+from rwkv_batch.sessions.shared import ComputeState
 from rwkv_batch.text.detokenizer import StopMatcher
+from sampling.params import SamplingParams
 
 Owner = Hashable
+NOBODY = None  # the owner of rows that only compute a state
 
 
 class Lease(Protocol):
@@ -23,26 +26,71 @@ class Lease(Protocol):
     newlines  how many newlines, two at most, the session's text ends in
     replay    what an earlier turn with the same idempotency key said: there is nothing to run
     revoked   the session was deleted meanwhile
+    ids       what leads from `initial` to the session's state: to be fed before the prompt
+    logs      whether the state that is kept may be one that some ids lead to, which are kept with it
     """
 
     newlines: int
     replay: Answer | None
     revoked: bool
+    ids: list[int]
+    logs: bool
 
     def initial(self) -> Snapshot | None:
         """Return the state to start from, in the thread that uses it; None for the empty one."""
 
     def commit(
-        self, snapshot: Snapshot, newlines: int, answer: Answer, done: Callable[[CommitResult | RwkvBatchError], None]
+        self,
+        snapshot: Snapshot,
+        newlines: int,
+        answer: Answer,
+        done: Callable[[CommitResult | RwkvBatchError], None],
+        *,
+        ids: list[int],
+        turn: list[int],
     ) -> None:
-        """Keep the state at the end of the row; `done` is called once, in any thread, when it is kept or cannot be."""
+        """Keep the state at the end of the row; `done` is called once, in any thread, when it is kept or cannot be.
 
-    def release(self) -> None:
-        """Leave the session as it was."""
+        ids   what leads to it from `snapshot`; none unless `logs`
+        turn  what leads to it from the session's state before
+        """
+
+    def release(self, *, nonfinite: bool = False) -> None:
+        """Leave the session as it was; `nonfinite`: its state led to numbers that are not finite."""
+
+
+class StateLease:
+    """The lease of a row that computes a state which belongs to no session: what `ids` lead to from `initial`."""
+
+    newlines, replay, revoked, logs = 0, None, False, False
+
+    def __init__(self, initial: Callable[[], Snapshot | None], done: Callable[[Snapshot | RwkvBatchError], None]):
+        self.ids: list[int] = []  # they are the row's prompt
+        self.initial = initial
+        self._done = done
+
+    def commit(
+        self,
+        snapshot: Snapshot,
+        newlines: int,
+        answer: Answer,
+        done: Callable[[CommitResult | RwkvBatchError], None],
+        **_: list[int],
+    ) -> None:
+        """Give the state to whoever wants it."""
+        self._done(snapshot)
+        done(CommitResult("", 0, None, snapshot.elapsed, False))
+
+    def release(self, *, nonfinite: bool = False) -> None:
+        """There is no state."""
+        self._done(Unavailable("the state of this session could not be computed"))
 
 
 class Sessions(Protocol):
     """Where named states live."""
+
+    def use(self, compute: ComputeState) -> None:
+        """States that are not at hand, only ids that lead to them, are computed by this; see `Admission.compute`."""
 
     def lease(self, request: Request, ready: Callable[[Lease | RwkvBatchError], None]) -> None:
         """Ask for the session of `request`; `ready` is called once, in any thread. Raises what refuses it at once."""
@@ -129,10 +177,13 @@ class Admission:
     def __init__(self, sessions: Sessions | None, grammars: Grammars | None, queue: int):
         self.sessions = sessions
         self.grammars = grammars
+        if sessions is not None:
+            sessions.use(self.compute)
         self.queue = queue
         self._inbox = Inbox()
         self._lock = threading.Lock()
         self._num_waiting = 0  # accepted requests none of whose rows has started
+        self._num_computed = 0
         self._draining = False
         self._stopping = False
         self._dead = False
@@ -167,6 +218,26 @@ class Admission:
         except Exception:
             self._forget_preparing(request.id)
             raise
+
+    def compute(
+        self, initial: Callable[[], Snapshot | None], ids: list[int], done: Callable[[Snapshot | RwkvBatchError], None]
+    ) -> None:
+        """Compute the state that `ids` lead to, in a row like others; `done` is called once, in the loop's thread.
+
+        initial  gives the state to start from, in the loop's thread; None for the empty one
+        """
+        with self._lock:
+            self._num_waiting += 1
+            self._num_computed += 1
+            request = Request(
+                id=f"\0state-{self._num_computed}",
+                prompts=[ids],
+                sampling=SamplingParams(),
+                max_tokens=0,
+                session=Session(name="", separate=False),
+                cache=False,
+            )
+        self._inbox.put(Accepted(request, NOBODY, stops_of((), ()), StateLease(initial, done)))
 
     def cancel(self, request_id: str) -> None:
         """End a request early; nothing more is delivered for it."""

@@ -40,8 +40,8 @@ from rwkv_batch.request import Failure, Progress
 from rwkv_batch.scheduling.plan import SCORED_TOKENS
 from rwkv_batch.scheduling.prefix_cache import PrefixCache
 from rwkv_batch.scheduling.scheduler import Scheduler
-from rwkv_batch.sessions.database import SessionDatabase
 from rwkv_batch.sessions.pool import StatePool
+from rwkv_batch.sessions.sqlite.database import SessionDatabase
 from rwkv_batch.sessions.state_file import StateFile
 from rwkv_batch.text.tokenizer import Tokenizer, for_vocab
 from sampling.base import GraphSampler
@@ -121,6 +121,9 @@ def build_sessions(config: Config, weights: weights_module.Weights) -> StatePool
         StateFile(weights.fingerprint, weights.shape),
         weights.device,
         durability=config.durability,
+        snapshot_tokens=config.snapshot_tokens,
+        snapshot_rate=config.snapshot_mib_s * MIB or None,
+        finish_seconds=config.engine_stop_seconds / 2,
         relaxed_seconds=config.relaxed_seconds,
         l1_sessions=config.l1_sessions,
         l1_bytes=config.l1_mib * MIB,

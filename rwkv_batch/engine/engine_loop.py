@@ -1,8 +1,9 @@
 """The one thread that owns the device: inbox, plan, step, text, events.
 
 Callers submit and cancel from any thread; what a step brought is delivered once, grouped by owner. The step after is already
-submitted when a step's ids are read, so a row that stops has run one step too many: that overshoot is dropped here, and a row
-whose state is kept is finalized, which means brought to exactly the text that was shown.
+submitted when a step's ids are read, so a row that stops has run one step too many: that overshoot is dropped here. What is
+kept of a session's row is a checkpoint inside the text that was shown and the ids from there to its end, where the sessions
+keep a log; elsewhere the row is finalized, which means brought to exactly that text.
 """
 
 import logging
@@ -197,7 +198,7 @@ class EngineLoop(ActiveRequests):
             self._checkpoint(sequence, row)
             return
         row.reason = row.reason or "length"
-        self._commit(sequence, row, self.engine.take(sequence.slot))
+        self._commit(sequence, row, self.engine.take(sequence.slot), [])
 
     def _checkpoint(self, sequence: Sequence, row: RowOutput) -> None:
         """Keep the state every CHECKPOINT_TOKENS ids; it holds one generated id less than were sampled."""
@@ -264,15 +265,15 @@ class EngineLoop(ActiveRequests):
             return
         row.reason = reason
         snapshot, ids = row.remainder(self.tokenizer)
-        if not ids:
-            self._commit(sequence, row, snapshot)
+        if not ids or row.lease.logs:
+            self._commit(sequence, row, snapshot, ids)
             return
         self.engine.put(sequence.slot, snapshot)
         row.checkpoints.clear()
         self.scheduler.finalize(sequence, ids)
 
-    def _commit(self, sequence: Sequence, row: RowOutput, snapshot: Snapshot) -> None:
-        """Give the state away to be kept. The row's text is delivered now, its end when the state is kept."""
+    def _commit(self, sequence: Sequence, row: RowOutput, snapshot: Snapshot, ids: list[int]) -> None:
+        """Give the state away to be kept, which `ids` lead to. The text is delivered now, its end when the state is kept."""
         newlines = row.newlines(self.tokenizer)
         self.scheduler.finish(sequence)
         del self._rows[sequence]
@@ -280,7 +281,12 @@ class EngineLoop(ActiveRequests):
         finish = row.finish(sequence, row.reason)
         try:
             row.lease.commit(
-                snapshot, newlines, row.answer(finish), lambda kept: self._inbox.put(Committed(row.active, finish, kept))
+                snapshot,
+                newlines,
+                row.answer(finish),
+                lambda kept: self._inbox.put(Committed(row.active, finish, kept)),
+                ids=ids,
+                turn=row.turn(self.tokenizer),
             )
         except Exception:
             row.lease.release()

@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import chain
 
-from rwkv_batch.engine.admission import Accepted, ActiveRequest, Lease, Owner, stops_of
+from rwkv_batch.engine.admission import NOBODY, Accepted, ActiveRequest, Lease, Owner, stops_of
 from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Delta, Event, Failure, Finish, Progress, Reason, Request, Sequence, TokenLogprob
@@ -75,6 +75,11 @@ class RowOutput:
         num_generated, snapshot = next(c for c in reversed(self.checkpoints) if c[0] <= num_visible)
         return snapshot, self.generated[num_generated:num_visible] + tokenizer.encode_bytes(rest)
 
+    def turn(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the ids of the prompt and of the visible text: what the kept state has seen since the one before."""
+        num_visible, rest = self.detokenizer.visible()
+        return self.prompt + self.generated[:num_visible] + tokenizer.encode_bytes(rest)
+
     def newlines(self, tokenizer: Tokenizer) -> int:
         """Return how many newlines, two at most, the text of prompt and answer ends in."""
         num_visible, rest = self.detokenizer.visible()
@@ -87,10 +92,10 @@ class RowOutput:
                 return min(count, 2)
         return min(count + self.lease.newlines, 2)
 
-    def release(self) -> None:
-        """Leave the session as it was, if there is one."""
+    def release(self, *, nonfinite: bool = False) -> None:
+        """Leave the session as it was, if there is one; `nonfinite`: its numbers were not finite."""
         if self.lease is not None:
-            self.lease.release()
+            self.lease.release(nonfinite=nonfinite)
 
     def finish(self, sequence: Sequence, reason: Reason) -> Finish:
         """How the row ended."""
@@ -164,9 +169,8 @@ class Outbox:
 
     def take(self) -> dict[Owner, list[Event]]:
         """Everything, by owner."""
-        batch = {owner: list(events.values()) for owner, events in self._events.items() if events}
-        if batch:
-            self._events.clear()
+        batch = {owner: list(events.values()) for owner, events in self._events.items() if events and owner is not NOBODY}
+        self._events.clear()
         return batch
 
 
@@ -175,19 +179,21 @@ def rows_of(
 ) -> dict[Sequence, RowOutput]:
     """Return the text side of a request's rows, which start from the session's state if it has one."""
     request, lease = active.request, accepted.lease
-    initial, newlines = (lease.initial(), lease.newlines) if lease is not None else (None, 0)
+    initial, ids = (lease.initial(), lease.ids) if lease is not None else (None, [])
     stops = NO_STOPS if request.sampling.min_tokens > 0 else accepted.stops
     kept = lease if lease is not None and request.session.keep else None
     rows = {}
     for sequence in sequences:
-        if initial is not None:
+        prompt = sequence.prompt
+        if initial is not None or ids:
             sequence.initial = initial
             if request.session.separate:
-                sequence.prompt = separated(sequence.prompt, newlines, tokenizer)
+                prompt = separated(prompt, lease.newlines, tokenizer)
+            sequence.prompt, sequence.recalled = ids + prompt, len(ids)
         if accepted.masks is not None:
             sequence.mask = mask = accepted.masks[sequence.index]
             mask.sequence = sequence
-        rows[sequence] = RowOutput(active, IncrementalDetokenizer(tokenizer.token_bytes, stops), kept, sequence.prompt)
+        rows[sequence] = RowOutput(active, IncrementalDetokenizer(tokenizer.token_bytes, stops), kept, prompt)
     return rows
 
 

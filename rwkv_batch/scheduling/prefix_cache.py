@@ -109,7 +109,9 @@ class PrefixCache:
         """
         request = sequence.request
         limit = (len(sequence.prompt) - TAIL) // BLOCK
-        if sequence.initial is not None or not request.cache or request.prompt_logprobs is not None:
+        if sequence.initial is not None or sequence.recalled:
+            return True  # it goes on from a state of its own
+        if not request.cache or request.prompt_logprobs is not None:
             return True
         if limit * BLOCK < self.min_tokens:
             return True

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import msgspec
+import torch
 
 from rwkv_batch.errors import (
     Conflict,
@@ -15,6 +16,7 @@ from rwkv_batch.errors import (
     StorageFailed,
     Unprocessable,
 )
+from rwkv_batch.model.state import Snapshot
 from rwkv_batch.session_messages import (
     Delete,
     Deleted,
@@ -30,12 +32,14 @@ from rwkv_batch.session_messages import (
 )
 from rwkv_batch.sessions.disk import StateReader, StateWriter
 from rwkv_batch.sessions.leases import LeaseManager
-from rwkv_batch.sessions.shared import Execute, Listing, Shared
-from rwkv_batch.sessions.state_file import MAX_FOREIGN_TOKENS, PIECE_BYTES, StateFile
+from rwkv_batch.sessions.shared import Call, Execute, Listing, Shared
+from rwkv_batch.sessions.state_file import MAX_FOREIGN_TOKENS, PIECE_BYTES, StateFile, Stored
 from rwkv_batch.sessions.store import NewVersion, Record, SessionStore, SessionSummary
 from rwkv_batch.sessions.tiers import Key, ResidentSession
 
 log = logging.getLogger("rwkv_batch.session_messages")
+
+Answered = Callable[[Page | Deleted | RwkvBatchError], None]
 
 LIST_SESSIONS = 1000  # read at once for a list: some milliseconds
 
@@ -63,8 +67,10 @@ class SessionCommands:
         """Carry out a command and answer it, a list perhaps later."""
         if isinstance(job.command, Status):
             self.go_on(Listing(self.pieces_of_list(job.command), job.answer))
-        else:
-            job.answer(_guarded(lambda: self._execute(job.command)))
+            return
+        page = _guarded(lambda: self._execute(job.command, job.answer))
+        if page is not None:
+            job.answer(page)
 
     def go_on(self, listing: Listing) -> None:
         """Make the next piece of a list; what waits already is done before the one after it."""
@@ -74,16 +80,17 @@ class SessionCommands:
         else:
             listing.answer(page)
 
-    def _execute(self, command: SessionCommand) -> Page | Deleted:
+    def _execute(self, command: SessionCommand, answer: Answered) -> Page | Deleted | None:
+        """Return the answer, None when it is given later."""
         match command:
+            case Export():
+                return self._export(command, answer)
             case Delete():
                 return self._delete(command)
             case Fork():
                 return self._fork(command)
             case Rewind():
                 return self._rewind(command)
-            case Export():
-                return self._export(command)
             case Import():
                 return self._import(command)
 
@@ -130,7 +137,8 @@ class SessionCommands:
         with self._shared.lock:
             tiers = self._shared.tiers
             l1 = [resident for resident in tiers.l1.sessions.values() if is_wanted(resident)]
-            l2 = [r for r in (*tiers.l2.sessions.values(), *tiers.leaving.values()) if is_wanted(r)]
+            leaving = [resident for resident in tiers.leaving.values() if resident.due is not None]
+            l2 = [resident for resident in (*tiers.l2.sessions.values(), *leaving) if is_wanted(resident)]
         return l1, l2
 
     def _one(self, namespace: str, name: str, entries: list[Entry]) -> list[Entry]:
@@ -187,9 +195,35 @@ class SessionCommands:
         self._store.rewind(namespace, name, record, newest.version + 1)
         return Page(sessions=self._stored(namespace, [name]))
 
-    def _export(self, command: Export) -> Page:
-        record = self._record(command.namespace, command.name, command.version)
-        stored = self._file.decode(self._store.pieces(record))
+    def _export(self, command: Export, answer: Answered) -> Page | None:
+        """Make a file; where its state is not whole, the engine computes it first."""
+        key = (command.namespace, command.name)
+        record = self._record(*key, command.version)
+        resident = self._version_in_memory(key, record) or self._reader.read(key, record)
+        if not resident.ids:
+            return self._write_file(command, record, resident.snapshot, resident.arrived)
+
+        def computed(result: Snapshot | RwkvBatchError) -> None:
+            arrived = self._shared.copies.mark()
+            self._shared.enqueue(Call(lambda: answer(_guarded(lambda: self._write_file(command, record, result, arrived)))))
+
+        self._shared.compute(resident, computed)
+        return None
+
+    def _version_in_memory(self, key: Key, record: Record) -> ResidentSession | None:
+        resident = self._shared.find(key)
+        if resident is None or (resident.version, resident.updated) != (record.version, record.updated):
+            return None
+        return resident
+
+    def _write_file(
+        self, command: Export, record: Record, state: Snapshot | RwkvBatchError, arrived: "torch.cuda.Event | None"
+    ) -> Page:
+        if isinstance(state, RwkvBatchError):
+            raise state
+        if not self._shared.copies.is_finite(state, arrived):
+            raise Unprocessable("the state is not finite", code="state_unusable")
+        stored = Stored(self._shared.copies.to_host(state, arrived), record.newlines)
         try:
             with open(command.path, "wb") as out:
                 for piece in self._file.encode(stored):
@@ -259,8 +293,7 @@ def _guarded(work: Callable[[], Page | Deleted | None]) -> Page | Deleted | Rwkv
 
 
 def _entry(resident: ResidentSession, tier: Tier) -> Entry:
-    snapshot = resident.snapshot
-    return Entry(resident.key[1], tier, resident.updated, resident.version, snapshot.elapsed, snapshot.num_bytes)
+    return Entry(resident.key[1], tier, resident.updated, resident.version, resident.tokens, resident.num_bytes)
 
 
 def _listed(session: SessionSummary) -> Entry:

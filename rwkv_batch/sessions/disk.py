@@ -6,15 +6,17 @@ All of it runs in the storage thread, which is the only one that uses the store.
 import logging
 import math
 import time
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from rwkv_batch.errors import Conflict, EngineFailed, InvalidRequest, RwkvBatchError, StorageFailed, Unprocessable
+from rwkv_batch.model.state import Snapshot
 from rwkv_batch.session_messages import CommitResult
 from rwkv_batch.sessions.leases import Lease, LeaseManager, digest_of
 from rwkv_batch.sessions.shared import GROUP_BYTES, Commit, Shared, is_number
-from rwkv_batch.sessions.state_file import StateFile, Stored
-from rwkv_batch.sessions.store import NewVersion, Record, Replay, SessionStore
+from rwkv_batch.sessions.state_file import StateFile, Stored, other_model
+from rwkv_batch.sessions.store import NewVersion, Record, Replay, SessionStore, Source, SourceLost
 from rwkv_batch.sessions.tiers import Key, ResidentSession
 
 log = logging.getLogger("rwkv_batch.session_messages")
@@ -52,7 +54,7 @@ class StateReader:
         if resident is not None:
             if not self._shared.copies.is_finite(resident.snapshot, None):
                 raise Unprocessable("the stored state cannot be used: it is not finite", code="state_unusable")
-            self._writer.write([resident])
+            self._writer.write_whole([resident])
 
     def _look_on_disk(self, lease: Lease) -> tuple[ResidentSession | None, Replay | None]:
         """Return the session, unless it is in memory, and the answer that the idempotency key stands for."""
@@ -68,13 +70,24 @@ class StateReader:
         if lease.takes_turns:
             self.adopt(lease.key)  # so that the turn can be taken back
         record = self._store.find(*lease.key)
-        return self._read(lease.key, record) if record is not None else self._read_reference(lease.key), None
+        return self.read(lease.key, record) if record is not None else self._read_reference(lease.key), None
 
-    def _read(self, key: Key, record: Record) -> ResidentSession:
+    def read(self, key: Key, record: Record) -> ResidentSession:
         """Read a version from disk."""
-        stored = self._file.decode(self._store.pieces(record), pin=self._shared.copies.on_gpu)
-        snapshot, newlines = stored.snapshot, stored.newlines
-        return ResidentSession(key, record.version, snapshot, newlines, record.updated, response=bool(record.response))
+        snapshot, ids = self.read_state(record)
+        return ResidentSession(
+            key, record.version, snapshot, record.newlines, record.updated, ids, lag=len(ids), response=bool(record.response)
+        )
+
+    def read_state(self, record: Record) -> tuple[Snapshot | None, list[int]]:
+        """Return a whole state on disk, None for the empty one, and the ids that lead from it to that of a version."""
+        pieces, ids, models = self._store.load(record)
+        for model in models - {self._file.fingerprint}:
+            raise other_model(model, self._file.fingerprint)
+        snapshot = self._file.decode(pieces, pin=self._shared.copies.on_gpu).snapshot if pieces is not None else None
+        if (snapshot.elapsed if snapshot is not None else 0) + len(ids) != record.tokens:
+            raise Unprocessable("the stored state cannot be used: it has seen other tokens", code="state_unusable")
+        return snapshot, ids
 
     def _read_reference(self, key: Key) -> ResidentSession | None:
         """Read a session of rwkv_lightning whose file this is; its version is 1."""
@@ -106,7 +119,8 @@ class StateWriter:
         self._store = store
         self._file = file
         self._relaxed_seconds = relaxed_seconds
-        self._at_once = shared.durability == "turn"
+        self._logs = shared.durability == "log"
+        self._at_once = shared.durability in ("log", "turn")
 
     # Commits.
 
@@ -139,7 +153,7 @@ class StateWriter:
         if lease.revoked:
             raise Conflict(f"session {lease.target[1]!r} was deleted during the turn", code="session_deleted")
         self._shared.check_promise()
-        if not self._shared.copies.is_finite(job.snapshot, job.written):
+        if not self._logs and not self._shared.copies.is_finite(job.snapshot, job.written):
             raise EngineFailed("the state at the end of this turn is not finite; the session stays as it was")
         key, version, node = lease.key, lease.version + 1, None
         if session.save_as is not None:
@@ -151,8 +165,10 @@ class StateWriter:
             number, key = self._next_node((lease.request.namespace, session.name))
             version, node = 1, (session.name, number)
         response = session.response and node is None
+        before = lease.resident.lag if lease.resident is not None else 0
+        lag = before + len(job.turn) if self._logs and job.turn is not None else len(job.ids)
         resident = ResidentSession(
-            key, version, job.snapshot, job.newlines, time.time(), job.written, node=node, response=response
+            key, version, job.snapshot, job.newlines, time.time(), job.ids, lag, job.written, node=node, response=response
         )
         if session.key is not None:
             answer = msgspec.structs.replace(job.answer, kept=self._result(resident, replayed=True))
@@ -200,15 +216,18 @@ class StateWriter:
 
     def _result(self, resident: ResidentSession, *, replayed: bool = False) -> CommitResult:
         node = resident.node[1] if resident.node is not None else None
-        return CommitResult(resident.key[1], resident.version, node, resident.snapshot.elapsed, self._at_once, replayed)
+        return CommitResult(resident.key[1], resident.version, node, resident.tokens, self._at_once, replayed)
 
     # Writing.
 
-    def write(self, residents: list[ResidentSession]) -> None:
-        """Write versions in one transaction; StorageFailed or Unavailable."""
+    def write_whole(self, residents: list[ResidentSession]) -> None:
+        """Write versions with their whole states in one transaction; StorageFailed or Unavailable."""
+        self._write(lambda: [self._whole(resident) for resident in residents])
+
+    def _write(self, versions: Callable[[], list[NewVersion]]) -> None:
         try:
-            self._store.write([self._new_version(resident) for resident in residents])
-        except RwkvBatchError:
+            self._store.write(versions())
+        except (RwkvBatchError, SourceLost):
             raise
         except Exception as error:  # such as a device that is gone
             log.exception("states could not be written")
@@ -217,26 +236,51 @@ class StateWriter:
     def _write_turns(self, good: list[tuple[Commit, ResidentSession]]) -> list[tuple[Commit, ResidentSession]]:
         """Write them in one transaction, or one by one when that fails; return those that are on disk."""
         try:
-            self.write([resident for _, resident in good])
-        except RwkvBatchError as error:
+            self._write(lambda: [self._logged(*turn) if self._is_logged(turn[0]) else self._whole(turn[1]) for turn in good])
+        except (RwkvBatchError, SourceLost) as error:
             if len(good) > 1:
                 return [pair for one in good for pair in self._write_turns([one])]
-            self._failed(good[0][0], error)
+            job, resident = good[0]
+            if isinstance(error, SourceLost):
+                return self._write_turns([(job._replace(turn=None), resident)])
+            self._failed(job, error)
             return []
         return good
 
-    def _new_version(self, resident: ResidentSession) -> NewVersion:
+    def _is_logged(self, job: Commit) -> bool:
+        return self._logs and job.turn is not None
+
+    def _logged(self, job: Commit, resident: ResidentSession) -> NewVersion:
+        """The version as the ids that lead to it."""
+        before = job.lease.resident
+        new = self._version(resident, None, job.turn)
+        new.source = Source(before.key[1], before.version, before.updated) if before is not None else None
+        return new
+
+    def _whole(self, resident: ResidentSession) -> NewVersion:
+        """The version with its whole state, or one from which a few ids lead to it."""
+        if self._logs and not self._shared.copies.is_finite(resident.snapshot, resident.arrived):
+            raise EngineFailed("the state at the end of this turn is not finite; the session stays as it was")
         snapshot = self._shared.copies.to_host(resident.snapshot, resident.arrived)
+        resident.lag = len(resident.ids)
+        return self._version(resident, self._file.encode(Stored(snapshot, resident.newlines)), resident.ids)
+
+    def _version(
+        self, resident: ResidentSession, pieces: Iterable[bytes | memoryview] | None, ids: Sequence[int]
+    ) -> NewVersion:
         return NewVersion(
             *resident.key,
             version=resident.version,
-            tokens=snapshot.elapsed,
+            tokens=resident.tokens,
             newlines=resident.newlines,
-            pieces=self._file.encode(Stored(snapshot, resident.newlines)),
+            pieces=pieces,
             updated=resident.updated,
             replays=resident.replays,
             node=resident.node,
             response=resident.response,
+            ids=ids,
+            num_bytes=resident.num_bytes,
+            model=self._file.fingerprint,
         )
 
     def flush_due(self, now: float | None) -> None:
@@ -249,7 +293,7 @@ class StateWriter:
             group, num_bytes = [], 0
             while dirty and num_bytes < GROUP_BYTES:
                 group.append(dirty.pop())
-                num_bytes += group[-1].snapshot.num_bytes
+                num_bytes += group[-1].num_bytes
             self.flush(group)
 
     def flush(self, residents: list[ResidentSession]) -> None:
@@ -262,7 +306,7 @@ class StateWriter:
         if not residents:
             return
         try:
-            self.write(residents)
+            self.write_whole(residents)
         except RwkvBatchError as error:
             log.error("%d states wait for the disk: %s", len(residents), error.message)
             retry = time.monotonic() + max(self._relaxed_seconds, RETRY_SECONDS)

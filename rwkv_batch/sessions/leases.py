@@ -1,5 +1,6 @@
 """Whose turn it is: turns of one session run one after another, for a limited wait, and once for each idempotency key."""
 
+import dataclasses
 import hashlib
 import heapq
 import logging
@@ -23,6 +24,7 @@ log = logging.getLogger("rwkv_batch.session_messages")
 
 BACKLOG_STATES = 64  # that may wait for the disk before new turns are refused,
 BACKLOG_BYTES = 512 * 2**20  # and of how many bytes
+FEW_IDS = 32  # that each row of a request feeds again
 MAX_REPLAYS = 1000  # answers in memory, kept for their idempotency keys
 # Fields of requests that digests on disk are older than: they are left out of the digest of a request that does not use them.
 LATER_FIELDS = ("grammar", "min_p", "repetition_penalty")
@@ -68,19 +70,40 @@ class Lease:
         """What its answer is found by again; only for one with an idempotency key."""
         return self.request.namespace, self.session.name, self.session.key
 
+    @property
+    def logs(self) -> bool:
+        """Whether a commit may name a state behind the row's last snapshot: the ids between are kept with it."""
+        return self._leases.durability == "log"
+
+    @property
+    def ids(self) -> list[int]:
+        """What has to be fed after `initial`, before anything else."""
+        return [] if self.resident is None else self.resident.ids
+
     def initial(self) -> Snapshot | None:
         """Return the state to start from, None for the empty one. Called in the thread, and on the stream, that uses it."""
-        return None if self.resident is None else self._leases.arrived_snapshot(self.resident)
+        return None if self.resident is None else self._leases.arrived(self.resident)
 
     def commit(
-        self, snapshot: Snapshot, newlines: int, answer: Answer, done: Callable[[CommitResult | RwkvBatchError], None]
+        self,
+        snapshot: Snapshot,
+        newlines: int,
+        answer: Answer,
+        done: Callable[[CommitResult | RwkvBatchError], None],
+        *,
+        ids: list[int] | None = None,
+        turn: list[int] | None = None,
     ) -> None:
-        """Save the state at the end of the row; `done` is called once, in another thread, when it is, or could not be."""
-        self._leases.commit(self, snapshot, newlines, answer, done)
+        """Save the state at the end of the row; `done` is called once, in another thread, when it is, or could not be.
 
-    def release(self) -> None:
-        """Leave the session as it was."""
-        self._leases.end(self)
+        ids   the state is the one that they lead to from `snapshot`; only where `logs`
+        turn  all ids that lead to it from the session's state before, without `self.ids`; None: not known
+        """
+        self._leases.commit(Commit(self, snapshot, newlines, answer, done, ids or [], turn, None))
+
+    def release(self, *, nonfinite: bool = False) -> None:
+        """Leave the session as it was; `nonfinite`: but its state in memory led to numbers that are not finite."""
+        self._leases.end(self, nonfinite=nonfinite)
 
 
 class LeaseManager:
@@ -106,6 +129,7 @@ class LeaseManager:
 
     def __init__(self, shared: Shared, store: SessionStore, *, wait_seconds: float, max_waiting: int):
         self.lock = shared.lock
+        self.durability = shared.durability
         self._shared = shared
         self._store = store
         self._wait_seconds = wait_seconds
@@ -142,27 +166,19 @@ class LeaseManager:
                 lease.cancelled = True
                 self.end(lease)
 
-    def arrived_snapshot(self, resident: ResidentSession) -> Snapshot:
-        """Return a session's snapshot, which is there for what the calling thread's stream does next."""
-        with self.lock:
-            snapshot, arrived = resident.snapshot, resident.arrived
-        self._shared.copies.wait(snapshot, arrived)
-        return snapshot
+    def arrived(self, resident: ResidentSession) -> Snapshot | None:
+        """See `Lease.initial`."""
+        return self._shared.arrived(resident)
 
-    def commit(
-        self,
-        lease: Lease,
-        snapshot: Snapshot,
-        newlines: int,
-        answer: Answer,
-        done: Callable[[CommitResult | RwkvBatchError], None],
-    ) -> None:
+    def commit(self, commit: Commit) -> None:
         """See `Lease.commit`."""
-        self._shared.enqueue(Commit(lease, snapshot, newlines, answer, done, self._shared.copies.mark()))
+        self._shared.enqueue(commit._replace(written=self._shared.copies.mark()))
 
-    def end(self, lease: Lease) -> None:
+    def end(self, lease: Lease, *, nonfinite: bool = False) -> None:
         """The lease is over, or will never be given; the next one in line has its turn."""
         with self.lock:
+            if nonfinite and self.durability == "log" and lease.resident is not None:
+                self._shared.tiers.drop(lease.key)  # what is on disk may lead to a better one
             self.granted.discard(lease)
             if lease.session.key is not None:
                 self.keys.discard(lease.replay_key)
@@ -234,9 +250,11 @@ class LeaseManager:
             raise _busy(lease)
         if session.keep:
             self._shared.check_promise()
+        if self.durability == "log":
+            return
         jobs, leaving = self._shared.jobs, self._shared.tiers.leaving
         num_states = jobs.num_commits + len(leaving)
-        num_bytes = jobs.commit_bytes + sum(resident.snapshot.num_bytes for resident in leaving.values())
+        num_bytes = jobs.commit_bytes + sum(resident.num_bytes for resident in leaving.values())
         if session.keep and (num_states >= BACKLOG_STATES or num_bytes >= BACKLOG_BYTES):
             raise Unavailable("too many states wait for the disk", code="storage_busy")
 
@@ -274,6 +292,10 @@ class LeaseManager:
                     lease.replay = msgspec.msgpack.decode(replay.answer, type=Answer)
             if lease.replay is None:
                 _check(lease, resident)
+                if resident is not None and _must_be_whole(lease.request, resident):
+                    self._shared.promote(resident)
+                    self._shared.compute(resident, lambda result: self._computed(lease, resident, result))
+                    return
             if resident is not None:
                 self._shared.promote(resident)
         except RwkvBatchError as error:
@@ -288,6 +310,19 @@ class LeaseManager:
         self.unanswered.pop(lease.request.id, None)
         self.granted.add(lease)
         lease.ready(lease)
+
+    def _computed(self, lease: Lease, resident: ResidentSession, result: Snapshot | RwkvBatchError) -> None:
+        """The engine has computed the state that a session's ids lead to."""
+        with self.lock:
+            if isinstance(result, RwkvBatchError):
+                self.refuse(lease, result)
+                return
+            arrived = self._shared.copies.mark()
+            whole = dataclasses.replace(resident, snapshot=result, ids=[], arrived=arrived)
+            if self._shared.tiers.find(lease.key) is resident:
+                self._shared.put(whole)
+            if not lease.cancelled:
+                self._grant(lease, whole)
 
     def _fresh_replay(self, key: ReplayKey) -> Replay | None:
         """The answer in memory for an idempotency key, if it is to be given again."""
@@ -316,6 +351,13 @@ def _check(lease: Lease, resident: ResidentSession | None) -> None:
         raise NotFound(f"there is no session {lease.key[1]!r}", code="session_not_found", param="session_id")
     if resident is None and session.node:
         raise NotFound(f"State not found for dialogue_idx={session.node}", code="node_not_found", param="dialogue_idx")
+
+
+def _must_be_whole(request: Request, resident: ResidentSession) -> bool:
+    """Whether a session's ids are to be fed before the request's rows, not in each of them."""
+    return (request.num_rows > 1 and len(resident.ids) > FEW_IDS) or (
+        request.prompt_logprobs is not None and resident.ids != []
+    )
 
 
 def _busy(lease: Lease) -> Conflict:

@@ -9,14 +9,19 @@ the host - happens in one storage thread, so no step ever waits for it.
     L2     host memory              32 sessions    dropped, for it is on disk; written first when it is not yet
     DB     SQLite, `--state-db`     no limit
 
-`durability` says when a turn is acknowledged: "turn" after its commit; "relaxed" at once, and it is on disk within
-`relaxed_seconds`, so while the disk takes none no more are acknowledged; "shutdown" at once, and it is on disk when it leaves
-L2 or the server stops. A turn that cannot be written fails and the session stays at its last version. What was acknowledged
-stays in memory until it is on disk.
+`durability` says when a turn is acknowledged: "log" after its ids are on disk, which lead to its state from the one before;
+"turn" after its state is; "relaxed" at once, and it is on disk within `relaxed_seconds`, so while the disk takes none no more
+are acknowledged; "shutdown" at once, and it is on disk when it leaves L2 or the server stops. A turn that cannot be written
+fails and the session stays at its last version. What was acknowledged stays in memory until it is on disk.
+
+With "log" a state is a snapshot and ids that are fed after it, before the next prompt: in memory a few, the rest of an answer
+behind the row's last checkpoint; on disk those of the turns since the last snapshot there. Snapshots follow in the background,
+when more than `snapshot_tokens` ids lead to a state, when it leaves memory, and at the end.
 
     leases.py    whose turn it is                     disk.py      states to the store and from it
-    tiers.py     what is in memory, and eviction      commands.py  list, delete, fork, rewind, export, import
-    shared.py    what threads share, and its lock     storage.py   the thread that does all this
+    tiers.py     what is in memory, and eviction      snapshots.py whole states, in the background
+    shared.py    what threads share, and its lock     commands.py  list, delete, fork, rewind, export, import
+                                                      storage.py   the thread that does all this
 """
 
 import logging
@@ -30,7 +35,8 @@ from rwkv_batch.session_messages import Deleted, Page, SessionCommand
 from rwkv_batch.sessions.commands import SessionCommands
 from rwkv_batch.sessions.disk import StateReader, StateWriter
 from rwkv_batch.sessions.leases import Lease, LeaseManager
-from rwkv_batch.sessions.shared import Durability, Execute, Shared
+from rwkv_batch.sessions.shared import ComputeState, Durability, Execute, Shared
+from rwkv_batch.sessions.snapshots import SnapshotWriter
 from rwkv_batch.sessions.state_file import StateFile
 from rwkv_batch.sessions.storage import StorageThread
 from rwkv_batch.sessions.store import SessionStore
@@ -49,6 +55,9 @@ class StatePool:
     file               how a state is written
     device             of the engine
     durability         see above
+    snapshot_tokens    ids that may lead to a state on disk
+    snapshot_rate      bytes of snapshots that are written a second; None: a share of what the disk takes
+    finish_seconds     how long `close` may write snapshots
     l1_…, l2_…         most sessions and bytes of the two levels
     wait_seconds       how long a turn waits for the one before it, and `max_waiting` how many may
     Its methods may be called from any thread and do not wait; callbacks must be quick.
@@ -60,7 +69,10 @@ class StatePool:
         file: StateFile,
         device: torch.device,
         *,
-        durability: Durability = "turn",
+        durability: Durability = "log",
+        snapshot_tokens: int = 2048,
+        snapshot_rate: float | None = None,
+        finish_seconds: float = 30.0,
         relaxed_seconds: float = 1.0,
         l1_sessions: int = 16,
         l1_bytes: int = 2**31,
@@ -76,13 +88,20 @@ class StatePool:
         self.durability = durability
         self.store = store
         tiers = Tiers(Level(l1_sessions, l1_bytes), Level(l2_sessions, l2_bytes), is_expired)
-        self.shared = Shared(tiers, Copies(device), durability)
+        self.shared = Shared(tiers, Copies(device), durability, snapshot_tokens=snapshot_tokens)
         self.leases = LeaseManager(self.shared, store, wait_seconds=wait_seconds, max_waiting=max_waiting)
         writer = StateWriter(self.shared, self.leases, store, file, relaxed_seconds=relaxed_seconds)
         reader = StateReader(self.shared, self.leases, store, file, writer)
         self.commands = SessionCommands(self.shared, self.leases, store, file, reader, writer)
-        self._thread = StorageThread(self.shared, self.leases, store, reader, writer, self.commands)
+        snapshots = SnapshotWriter(self.shared, store, file, bytes_per_second=snapshot_rate)
+        self._thread = StorageThread(
+            self.shared, self.leases, store, reader, writer, snapshots, self.commands, finish_seconds=finish_seconds
+        )
         self._thread.start()
+
+    def use(self, compute: ComputeState) -> None:
+        """States that several rows start from, or a file is made of, are computed by this."""
+        self.shared.compute_state = compute
 
     def lease(self, request: Request, ready: Callable[[Lease | RwkvBatchError], None]) -> None:
         """Ask for a session; `ready` is called once, in any thread, with the lease or with why there is none.

@@ -17,8 +17,14 @@ if TYPE_CHECKING:
     from rwkv_batch.sessions.leases import Lease
 
 T = TypeVar("T")
-Durability = Literal["turn", "relaxed", "shutdown"]
+TOTALS = (
+    "state_commits_total", "state_commit_seconds_total", "state_commit_failures_total", "state_snapshots_total",
+    "state_loads_l1_total", "state_loads_l2_total", "state_loads_db_total",
+)  # fmt: skip
+Durability = Literal["log", "turn", "relaxed", "shutdown"]
+ComputeState = Callable[[Callable[[], Snapshot | None], list[int], Callable[[Snapshot | RwkvBatchError], None]], None]
 
+GROUP_TURNS = 1024  # logged in one transaction
 GROUP_BYTES = 64 * 2**20  # states of one transaction: more waiting turns share a commit, but none waits much longer for it
 
 
@@ -72,13 +78,19 @@ class Load(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Save the state of a turn that ended. `written`: the event behind the copy out of the slot."""
+    """Save the state of a turn that ended, the one behind `snapshot` and `ids`.
+
+    turn     what was fed since the session's state before; None: not known
+    written  the event behind the copy out of the slot
+    """
 
     lease: "Lease"
     snapshot: Snapshot
     newlines: int
     answer: Answer
     done: Callable[[CommitResult | RwkvBatchError], None]
+    ids: list[int]
+    turn: list[int] | None
     written: "torch.cuda.Event | None"
 
 
@@ -108,7 +120,13 @@ class Flush(NamedTuple):
     resident: ResidentSession
 
 
-Job = Load | Commit | Execute | Listing | Demote | Flush
+class Call(NamedTuple):
+    """Go on with a command that had to wait for the engine."""
+
+    work: Callable[[], None]
+
+
+Job = Load | Commit | Execute | Listing | Demote | Flush | Call
 
 
 class JobQueue:
@@ -137,15 +155,17 @@ class JobQueue:
         self.num_commits -= 1
         self.commit_bytes -= job.snapshot.num_bytes
 
-    def take(self, *, commits_write: bool) -> list[Job]:
-        """Take what is done next: what needs no transaction first, but nothing before a command it came after.
+    def take(self, durability: Durability) -> list[Job]:
+        """Take what is done next: what takes little time first, but nothing before a command it came after.
 
         Commits that write come together, as many as share a transaction.
         """
+        if durability == "log" and (commits := self._take_commits()):
+            return commits
         for index, job in enumerate(self._jobs):
             if isinstance(job, Execute):
                 break
-            if isinstance(job, Load) or (isinstance(job, Commit) and not commits_write):
+            if isinstance(job, Load) or (isinstance(job, Commit) and durability != "turn"):
                 del self._jobs[index]
                 return [job]
         if not self._jobs:
@@ -158,11 +178,24 @@ class JobQueue:
                 num_bytes += jobs[-1].snapshot.num_bytes
         return jobs
 
+    def _take_commits(self) -> list[Job]:
+        """All turns that wait for the log, whatever else came between, up to a command."""
+        commits: list[Job] = []
+        others: deque[Job] = deque()
+        while self._jobs and len(commits) < GROUP_TURNS and not isinstance(self._jobs[0], Execute):
+            job = self._jobs.popleft()
+            (commits if isinstance(job, Commit) else others).append(job)
+        self._jobs.extendleft(reversed(others))
+        return commits
+
 
 class Shared:
     """The sessions in memory and the work that waits, with the rules that need both.
 
+    compute_state  computes a state from one before and ids, on the engine; None = there is none
+    snapshot_tokens  most ids that lead to a state on disk before it is to be written whole
     last_nodes  the last number of each dialogue that was looked up
+    lagging     sessions in memory that are to be written whole, for many ids lead to their states on disk
     closing     whether the server stops
     refusal     why the last states that were acknowledged could not be written, None when they could
     totals      since the start
@@ -171,22 +204,24 @@ class Shared:
     tiers = Guarded[Tiers]()
     jobs = Guarded[JobQueue]()
     last_nodes = Guarded[dict[Key, int]]()
+    lagging = Guarded[set[Key]]()
     closing = Guarded[bool]()
     refusal = Guarded[str | None]()
     totals = Guarded[dict[str, int | float]]()
 
-    def __init__(self, tiers: Tiers, copies: Copies, durability: Durability):
+    def __init__(self, tiers: Tiers, copies: Copies, durability: Durability, *, snapshot_tokens: int = 2048):
+        self.snapshot_tokens = snapshot_tokens
         self.lock = PoolLock()
         self.copies = copies
         self.durability = durability
+        self.compute_state: ComputeState | None = None
         with self.lock:
             self.tiers = tiers
             self.jobs = JobQueue()
-            self.last_nodes = {}
+            self.last_nodes, self.lagging = {}, set()
             self.closing = False
             self.refusal = None
-            self.totals = {"state_commits_total": 0, "state_commit_seconds_total": 0.0, "state_commit_failures_total": 0,
-                           "state_loads_l1_total": 0, "state_loads_l2_total": 0, "state_loads_db_total": 0}  # fmt: skip
+            self.totals = dict.fromkeys(TOTALS, 0)
 
     def find(self, key: Key) -> ResidentSession | None:
         """Return a session in memory."""
@@ -216,7 +251,7 @@ class Shared:
     def promote(self, resident: ResidentSession) -> None:
         """Make it the newest of L1, on the device or on its way there."""
         self.totals[f"state_loads_{self.tiers.tier_of(resident.key)}_total"] += 1
-        if self.tiers.tier_of(resident.key) != "l1":
+        if self.tiers.tier_of(resident.key) != "l1" and resident.snapshot is not None:
             snapshot, arrived = self.copies.to_device(resident.snapshot)
             if snapshot is not resident.snapshot:  # else it is on the device, or still on its way there
                 resident.snapshot, resident.arrived = snapshot, arrived
@@ -224,19 +259,50 @@ class Shared:
 
     def put(self, resident: ResidentSession) -> None:
         """Make it the newest of L1; what this evicts is moved by the storage thread."""
-        demoted, unwritten = self.tiers.put(resident)
+        demoted, leaving = self.tiers.put(resident)
         if self.copies.on_gpu:
             for old in demoted:
                 self.enqueue(Demote(old))
-        for old in unwritten:
-            self.enqueue(Flush(old))
+        for old in leaving:
+            if old.due is not None:
+                self.enqueue(Flush(old))
+            else:
+                self.lagging.add(old.key)
 
     def publish(self, resident: ResidentSession) -> None:
         """A new version is there. A response, which few continue, pushes no session out and only waits for the disk."""
+        is_lagging = resident.lag > self.snapshot_tokens
         if not resident.response:
             self.put(resident)
-        elif self.tiers.put_aside(resident):
+        elif self.tiers.put_aside(resident, keep=is_lagging) and not is_lagging:
             self.enqueue(Flush(resident))
+        if is_lagging:
+            self.lagging.add(resident.key)
+            self.lock.ring()
+
+    def written_whole(self, resident: ResidentSession) -> None:
+        """Only `ids` lead to its state on disk now, from a whole one: from there later versions lag too."""
+        self.totals["state_snapshots_total"] += 1
+        newest = self.tiers.find(resident.key)
+        if newest is not None and newest is not resident:
+            newest.lag = max(len(newest.ids), newest.lag - resident.lag + len(resident.ids))
+        resident.lag = len(resident.ids)
+        self.tiers.let_go(resident)
+
+    def compute(self, resident: ResidentSession, done: Callable[[Snapshot | RwkvBatchError], None]) -> None:
+        """Have the engine compute the state that a session's ids lead to; `done` is called once, in the engine's thread."""
+        if self.compute_state is None:
+            done(Unavailable("there is no engine to compute the state of this session"))
+        else:
+            self.compute_state(lambda: self.arrived(resident), resident.ids, done)
+
+    def arrived(self, resident: ResidentSession) -> Snapshot | None:
+        """Return a session's snapshot, which is there for what the calling thread's stream does next."""
+        with self.lock:
+            snapshot, arrived = resident.snapshot, resident.arrived
+        if snapshot is not None:
+            self.copies.wait(snapshot, arrived)
+        return snapshot
 
     def count_node(self, key: Key) -> None:
         """A session called "dialogue:n", however it was made, takes that number."""
@@ -250,6 +316,7 @@ class Shared:
             return {
                 "state_l1_sessions": len(self.tiers.l1.sessions),
                 "state_l2_sessions": len(self.tiers.l2.sessions),
+                "state_lagging_sessions": len(self.lagging),
                 "state_dirty_sessions": len(self.tiers.unwritten()) + self.jobs.num_commits,
                 **self.totals,
             }

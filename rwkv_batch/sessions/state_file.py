@@ -143,7 +143,7 @@ class StateFile:
         except (msgspec.MsgspecError, UnicodeError, KeyError, RecursionError):
             raise _unusable("its header is damaged") from None
         if header.model != self.fingerprint:
-            raise _unusable(f"it is of another model, {header.model[:32]!r}; this one is {self.fingerprint}")
+            raise other_model(header.model, self.fingerprint)
         if (header.layers, header.width) != (self.shape.num_layers, self.shape.width):
             raise _unusable("it has another shape than this model's states")
         return header.tokens, header.newlines, dtypes
@@ -186,6 +186,11 @@ class _Stream:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous host tensor."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+
+
+def other_model(theirs: str, ours: str) -> Unprocessable:
+    """The error for a state of another model."""
+    return _unusable(f"it is of another model, {theirs[:32]!r}; this one is {ours}")
 
 
 def _unusable(why: str) -> Unprocessable:

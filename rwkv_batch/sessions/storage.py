@@ -10,7 +10,8 @@ from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.sessions.commands import SessionCommands
 from rwkv_batch.sessions.disk import StateReader, StateWriter
 from rwkv_batch.sessions.leases import LeaseManager
-from rwkv_batch.sessions.shared import Commit, Demote, Execute, Flush, Job, Listing, Load, Shared
+from rwkv_batch.sessions.shared import Call, Commit, Demote, Execute, Flush, Job, Listing, Load, Shared
+from rwkv_batch.sessions.snapshots import SnapshotWriter
 from rwkv_batch.sessions.store import SessionStore
 from rwkv_batch.sessions.tiers import ResidentSession
 
@@ -29,13 +30,18 @@ class StorageThread:
         store: SessionStore,
         reader: StateReader,
         writer: StateWriter,
+        snapshots: SnapshotWriter,
         commands: SessionCommands,
+        *,
+        finish_seconds: float,
     ):
         self._shared = shared
         self._leases = leases
         self._store = store
         self._reader = reader
         self._writer = writer
+        self._snapshots = snapshots
+        self._finish_seconds = finish_seconds
         self._commands = commands
         self._thread = threading.Thread(target=self._run, name="storage", daemon=True)
 
@@ -52,12 +58,12 @@ class StorageThread:
             self._store.open_if_there()
         except RwkvBatchError as error:  # requests without sessions are served all the same
             log.error("%s", error.message)
-        shared, commits_write = self._shared, self._shared.durability == "turn"
+        shared = self._shared
         while True:
             woken = True
             with shared.lock:
                 self._leases.time_out()
-                jobs = shared.jobs.take(commits_write=commits_write)
+                jobs = shared.jobs.take(shared.durability)
                 if not jobs:
                     if shared.closing:
                         break
@@ -68,6 +74,7 @@ class StorageThread:
                 except Exception:  # such as a device that is gone
                     log.exception("the storage thread could not do its work")
             self._writer.flush_due(time.monotonic())
+            self._snapshots.go_on()
             with shared.lock:
                 waiting = len(shared.jobs) > 0
             self._store.tidy(waiting=waiting, idle=not woken)
@@ -75,14 +82,17 @@ class StorageThread:
                 with contextlib.suppress(RwkvBatchError):  # logged; there is time for another try
                     self._store.clean_up()
         self._writer.flush_due(None)
+        num_lagging = self._snapshots.finish(time.monotonic() + self._finish_seconds)
+        if num_lagging:
+            log.info("%d sessions are kept as ids, to be fed again when they go on", num_lagging)
         self._store.tidy(waiting=False, idle=True)
         self._store.close()
 
     def _next_time(self) -> float:
         """When there is something to do next, on the clock of time.monotonic."""
-        at_once = self._shared.durability == "turn"
+        at_once = self._shared.durability in ("log", "turn")
         dues = [] if at_once else [resident.due for resident in self._shared.tiers.unwritten()]
-        return min(self._leases.first_deadline(), min(dues, default=math.inf))
+        return min(self._leases.first_deadline(), self._snapshots.next_time(), min(dues, default=math.inf))
 
     def _work(self, jobs: list[Job]) -> None:
         match jobs[0]:
@@ -98,6 +108,8 @@ class StorageThread:
                 self._demote(resident)
             case Flush(resident):
                 self._writer.flush([resident])
+            case Call(work):
+                work()
 
     def _demote(self, resident: ResidentSession) -> None:
         """Bring a session of L2 to the host, if it is still there."""
@@ -106,6 +118,8 @@ class StorageThread:
             if shared.tiers.l2.sessions.get(key) is not resident and shared.tiers.leaving.get(key) is not resident:
                 return
             snapshot, arrived = resident.snapshot, resident.arrived
+        if snapshot is None:
+            return
         snapshot = shared.copies.to_host(snapshot, arrived)
         with shared.lock:
             if shared.tiers.l1.sessions.get(key) is not resident:

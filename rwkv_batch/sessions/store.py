@@ -1,6 +1,6 @@
 """What the pool asks of a store of sessions, and the nouns they share. `database.py` is the one that servers use."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -17,10 +17,11 @@ class Replay(NamedTuple):
 class Record(NamedTuple):
     """One version of a session without its bytes; `state` names them.
 
-    origin    the version whose state it is, None when it is its own
-    seal      the last bytes of the state
-    checksum  of all before it, the session's id and name; None where the store has none, as in an old file that is read-only
-    response  whether it is the state of an answer of the Responses API
+    num_bytes  of the state when it is whole
+    origin     the version whose state it is, None when it is its own
+    seal       what tells its state from others: the last bytes of a whole one
+    checksum   of all before it, the session's id and name; None where the store has none, as in an old file that is read-only
+    response   whether it is the state of an answer of the Responses API
     """
 
     version: int
@@ -47,12 +48,40 @@ class SessionSummary(NamedTuple):
     num_bytes: int
 
 
+class Source(NamedTuple):
+    """A version of a session; when it was made tells it from one of a later session of that name."""
+
+    name: str
+    version: int
+    updated: float
+
+
+class SourceLost(Exception):
+    """The version that a turn went on from is not kept any more, or damaged: its own state has to be written whole."""
+
+
+class StoredState(NamedTuple):
+    """How a version's state comes about: `ids` are fed after the state in `pieces`, None being the empty one.
+
+    models  for which the ids were kept; the pieces know theirs
+    """
+
+    pieces: Iterator[bytes] | None
+    ids: list[int]
+    models: set[str]
+
+
 @dataclass
 class NewVersion:
-    """A state to save as a new version of a session.
+    """A state to save as a new version of a session: what follows by `ids` from the state in `pieces`, or from that of another
+    version, or from the empty one.
 
-    node      (dialogue, number) when it is a new node of one
-    response  whether a new session is the state of an answer of the Responses API, which is forgotten some day
+    pieces     a whole state, None when it is already there
+    source     then: the version whose state it is, None being the empty one
+    num_bytes  then: of a whole state
+    model      the fingerprint of the model that reads the ids
+    node       (dialogue, number) when it is a new node of one
+    response   whether a new session is the state of an answer of the Responses API, which is forgotten some day
     """
 
     namespace: str
@@ -60,11 +89,15 @@ class NewVersion:
     version: int
     tokens: int
     newlines: int
-    pieces: Iterable[bytes | memoryview]
+    pieces: Iterable[bytes | memoryview] | None
     updated: float
     replays: list[tuple[str, Replay]] = field(default_factory=list)  # (session as the request named it, answer)
     node: tuple[str, int] | None = None
     response: bool = False
+    source: Source | None = None
+    ids: Sequence[int] = ()
+    num_bytes: int = 0
+    model: str = ""
 
 
 class SessionStore(Protocol):
@@ -87,8 +120,8 @@ class SessionStore(Protocol):
     def find(self, namespace: str, name: str, version: int | None = None) -> Record | None:
         """Return the newest version of a session, or the one asked for; None when there is none or it is too old a response."""
 
-    def pieces(self, record: Record) -> Iterator[bytes]:
-        """Yield the bytes of a version as they were written."""
+    def load(self, record: Record) -> StoredState:
+        """Return how a version's state comes about."""
 
     def page(
         self, namespace: str, *, without: list[int], offset: int, limit: int, responses: bool = False
@@ -124,7 +157,19 @@ class SessionStore(Protocol):
     # Writing. Each call happens as a whole or not at all, and what has returned survives a power loss.
 
     def write(self, versions: list[NewVersion]) -> None:
-        """Save new versions."""
+        """Save new versions; SourceLost when one of their sources is not there."""
+
+    def begin_draft(self) -> None:
+        """Begin to write a whole state for a version that is there already, in place of a draft that was not finished."""
+
+    def add_to_draft(self, piece: bytes | memoryview) -> None:
+        """Write its next piece."""
+
+    def finish_draft(self, namespace: str, source: Source, ids: Sequence[int]) -> bool:
+        """Let the state of a version follow by `ids` from what was written, and forget what led to it until now.
+
+        False when there is no such version any more. It is the same state for whatever goes on from it.
+        """
 
     def delete(self, namespace: str, name: str, *, prefix: bool) -> set[str]:
         """Forget a session, and with `prefix` all "name:…"; return the names of those that were there."""

@@ -10,30 +10,48 @@ from rwkv_batch.model.state import Snapshot
 from rwkv_batch.session_messages import Tier
 from rwkv_batch.sessions.store import Replay
 
+MAX_LAGGING = 64  # sessions that left L2 and are held for a snapshot; others are dropped, for what they lack is in the log,
+MAX_LAGGING_BYTES = 512 * 2**20  # and their bytes
+
 Key = tuple[str, str]  # namespace, name
 
 
 @dataclass(eq=False, slots=True)
 class ResidentSession:
-    """The newest version of a session in memory.
+    """The newest version of a session in memory: the state behind `snapshot` and `ids`.
 
-    arrived  when the snapshot is on its way to the device: the event behind the copy
-    due      when it has to be on disk, on the clock of time.monotonic; infinite: when it leaves memory; None: it is there
-    replays  answers for idempotency keys that go to disk with it, each with its session as the request named it
-    node     of a new node: the dialogue and the number
+    snapshot  None: the empty state
+    ids       to feed after the snapshot, before whatever comes next
+    lag       how many ids lead to its state on disk, from a whole one there; 0 when it is whole there or not there yet
+    arrived   when the snapshot is on its way to the device: the event behind the copy
+    due       when it has to be on disk, on the clock of time.monotonic; infinite: when it leaves memory; None: it is there
+    replays   answers for idempotency keys that go to disk with it, each with its session as the request named it
+    node      of a new node: the dialogue and the number
     response  whether it is the state of an answer of the Responses API
     """
 
     key: Key
     version: int
-    snapshot: Snapshot
+    snapshot: Snapshot | None
     newlines: int
     updated: float
+    ids: list[int] = field(default_factory=list)
+    lag: int = 0
     arrived: "torch.cuda.Event | None" = None
     due: float | None = None
     replays: list[tuple[str, Replay]] = field(default_factory=list)
     node: tuple[str, int] | None = None
     response: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens its state has seen."""
+        return (self.snapshot.elapsed if self.snapshot is not None else 0) + len(self.ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the snapshot."""
+        return self.snapshot.num_bytes if self.snapshot is not None else 0
 
 
 class Level:
@@ -48,13 +66,13 @@ class Level:
     def add(self, resident: ResidentSession) -> None:
         """Make it the newest; its key is not there."""
         self.sessions[resident.key] = resident
-        self.num_bytes += resident.snapshot.num_bytes
+        self.num_bytes += resident.num_bytes
 
     def remove(self, key: Key) -> ResidentSession | None:
         """Take a session out, if it is there."""
         resident = self.sessions.pop(key, None)
         if resident is not None:
-            self.num_bytes -= resident.snapshot.num_bytes
+            self.num_bytes -= resident.num_bytes
         return resident
 
     def evict(self) -> list[ResidentSession]:
@@ -69,7 +87,7 @@ class Tiers:
     """Each session is on one tier at most.
 
     is_expired  whether a session is not to be found any more
-    leaving     sessions that left L2 before they were on disk, the oldest first
+    leaving     sessions that left L2 before they were on disk, or whole there, the oldest first
     """
 
     def __init__(self, l1: Level, l2: Level, is_expired: Callable[[ResidentSession], bool]):
@@ -99,22 +117,32 @@ class Tiers:
         """Make it the newest of L1 in place of an older version, and evict what there is no room for.
 
         Returns the sessions that are on L2 now, whose snapshots belong on the host, and those that are leaving, which have to
-        be written.
+        be written, or may be.
         """
         self.drop(resident.key)
         self.l1.add(resident)
         demoted = self.l1.evict()
         for old in demoted:
             self.l2.add(old)
-        unwritten = [old for old in self.l2.evict() if old.due is not None]
-        for old in unwritten:
-            self.leaving[old.key] = old
-        return demoted, unwritten
+        leaving = []
+        for old in self.l2.evict():
+            if old.due is not None or (old.lag > len(old.ids) and self._has_room_for(old)):
+                self.leaving[old.key] = old
+                leaving.append(old)
+        return demoted, leaving
 
-    def put_aside(self, resident: ResidentSession) -> bool:
-        """Hold it in no level, in place of an older version, only until it is on disk; whether it has to be written."""
+    def _has_room_for(self, lagging: ResidentSession) -> bool:
+        """Whether one more session may be held only to be written whole."""
+        num_bytes = sum(resident.num_bytes for resident in self.leaving.values()) + lagging.num_bytes
+        return len(self.leaving) < MAX_LAGGING and num_bytes <= MAX_LAGGING_BYTES
+
+    def put_aside(self, resident: ResidentSession, *, keep: bool = False) -> bool:
+        """Hold it in no level, in place of an older version, only until it is on disk; whether it has to be written.
+
+        keep  it is to be written whole, if there is room for it until then
+        """
         self.drop(resident.key)
-        if resident.due is None:
+        if resident.due is None and not (keep and self._has_room_for(resident)):
             return False
         self.leaving[resident.key] = resident
         return True
@@ -126,6 +154,10 @@ class Tiers:
     def written(self, resident: ResidentSession) -> None:
         """It is on disk: it may go if it was only waiting for that."""
         resident.due, resident.replays = None, []
+        self.let_go(resident)
+
+    def let_go(self, resident: ResidentSession) -> None:
+        """It need not be held for the disk any more."""
         if self.leaving.get(resident.key) is resident:
             del self.leaving[resident.key]
 

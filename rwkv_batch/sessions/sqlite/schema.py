@@ -65,7 +65,12 @@ UPDATE kept_versions SET checksum = checksum_of(s.namespace, s.name, s.id, kept_
     num_bytes, kept_versions.updated, origin, seal) FROM kept_sessions s WHERE s.id = session;
 UPDATE kept_replays SET checksum = checksum_of(namespace, name, key, digest, answer, created);
 """
-MIGRATIONS = [SCHEMA, CHECKSUMS]  # step n leads from user_version n to n + 1
+TURNS = """
+CREATE TABLE kept_turns (state INTEGER PRIMARY KEY, base INTEGER NOT NULL, base_seal BLOB NOT NULL, ids BLOB NOT NULL,
+    seal BLOB NOT NULL, model TEXT NOT NULL, checksum INTEGER NOT NULL);
+CREATE INDEX turns_base ON kept_turns (base);
+"""
+MIGRATIONS = [SCHEMA, CHECKSUMS, TURNS]  # step n leads from user_version n to n + 1
 TABLES = ("kept_sessions", "kept_versions", "kept_spare", "kept_counts", "kept_dialogues", "kept_replays")  # of contents
 
 
@@ -96,7 +101,7 @@ def prepare(connection: sqlite3.Connection, path: Path, *, read_only: bool) -> i
 def check_contents(connection: sqlite3.Connection, schema: int) -> None:
     """Raise sqlite3.DatabaseError unless sessions can be found by their names: a session that is there is never missed.
 
-    Reads all but the states, which carry checksums.
+    Reads all but the states and turns, which carry checksums.
     """
     found = {row[0]: row[1] for row in connection.execute("SELECT name, sql FROM sqlite_master")}
     changed = [name for name, sql in _definitions(schema).items() if name not in found or _plain(found[name]) != sql]

@@ -13,9 +13,9 @@ from typing import IO
 import msgspec
 
 from rwkv_batch.errors import RwkvBatchError, StorageFailed, Unavailable
-from rwkv_batch.sessions.schema import MIGRATIONS, prepare
+from rwkv_batch.sessions.sqlite.schema import MIGRATIONS, prepare
 
-log = logging.getLogger("rwkv_batch.sessions.database")
+log = logging.getLogger("rwkv_batch.sessions.sqlite")
 
 PAGE_BYTES = 65536  # states are megabytes: twice the rate of 4 KiB pages
 WAL_BYTES = 256 * 2**20  # a write-ahead log longer than this is copied back although turns wait,
