@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from memory_store import MemoryStore
 from test_state_pool import ANSWER, SHAPE, Pool, take
 
-from rwkv_batch.errors import NotFound, StorageFailed, Unprocessable
+from rwkv_batch.errors import NotFound, StorageFailed, Unavailable, Unprocessable
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Request
 from rwkv_batch.session_messages import CommitResult, Delete, Export, Fork, Import, Rewind, Session, Status
@@ -313,6 +313,31 @@ def test_turns_that_end_together_share_a_transaction(path, monkeypatch):
         go.set()
         assert [take(answer).version for answer in answers] == [1] * 40
         assert len(sizes) <= 3
+
+
+@pytest.mark.parametrize("wait_seconds", [60.0, 0.1])
+def test_turns_wait_where_the_log_does_not_keep_up_and_fail_only_in_the_end(path, monkeypatch, wait_seconds):
+    monkeypatch.setattr("rwkv_batch.sessions.leases.LOG_BACKLOG_TURNS", 3)
+    with LogPool(path, wait_seconds=wait_seconds) as pool:
+        pool.say("known", (1,))
+        leases = [pool.lease(f"s{number}") for number in range(3)]
+        go, write = threading.Event(), pool.database.write
+        monkeypatch.setattr(pool.database, "write", lambda turns: (go.wait(60), write(turns)))
+        answers = [pool.say_later(lease, (7,)) for lease in leases]
+        assert pool.ids("known") == (1,), "reading waits for nothing"
+        waiting = [pool.ask(Session(name=name)) for name in ("known", "new")]
+        if wait_seconds > 1:
+            with pytest.raises(queue.Empty):
+                waiting[0].get(timeout=0.1)
+        go.set()
+        assert [take(answer).version for answer in answers] == [1, 1, 1]
+        if wait_seconds > 1:
+            assert [take(answer).version for answer in waiting] == [1, 0]
+            return
+        for answer in waiting:
+            with contextlib.suppress(Unavailable):
+                take(answer).release()
+        assert pool.say("known", (2,)).version == 2
 
 
 def test_a_full_disk_fails_turns_and_loses_nothing(path):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from rwkv_batch.engine.admission import Accepted, ActiveRequest, Admission, Committed, Owner, Sessions
+from rwkv_batch.engine.admission import Accepted, ActiveRequest, Admission, Committed, Inbox, Owner, Sessions
 from rwkv_batch.engine.row_output import Outbox, RowOutput
 from rwkv_batch.errors import EngineFailed, RwkvBatchError
 from rwkv_batch.grammar.masks import Grammars
@@ -32,6 +32,8 @@ class ActiveRequests(Admission):
         self._active: dict[str, ActiveRequest] = {}
         self._rows: dict[Sequence, RowOutput] = {}
         self._outbox = Outbox()
+        self._kept = Inbox()  # what became of states that were given away
+        self._num_committing = 0  # of which nothing has come yet
 
     def _refuse(self, accepted: Accepted, error: RwkvBatchError) -> None:
         """A request does not start."""
@@ -54,6 +56,7 @@ class ActiveRequests(Admission):
 
     def _committed(self, message: Committed) -> None:
         """A row's state is kept, or could not be."""
+        self._num_committing -= 1
         active, kept, id = message.active, message.kept, message.active.request.id
         if self._active.get(id) is not active:
             return  # cancelled meanwhile
@@ -62,6 +65,11 @@ class ActiveRequests(Admission):
             self._outbox.fail(id, active.owner, kept)
         else:
             self._outbox.progress(active).finishes.append(msgspec.structs.replace(message.finish, session=kept))
+
+    def _tell(self, message: Committed) -> None:
+        """Have the loop hear what became of a state. Any thread."""
+        self._kept.put(message)
+        self._inbox.put(None)
 
     def _fail(self, active: ActiveRequest, error: RwkvBatchError) -> None:
         """End a request with an error."""

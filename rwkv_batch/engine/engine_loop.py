@@ -27,6 +27,7 @@ log = logging.getLogger("rwkv_batch.engine")
 
 CHECKPOINT_TOKENS = 16  # sampled tokens between the checkpoints of a row whose state is kept
 IDLE_SECONDS = 0.25  # how long an idle loop sleeps between two signs of life
+POLL_SECONDS = 0.0002  # between two looks whether a step has run, while turns wait for the disk
 MASK_SECONDS = 0.001  # the same where all rows wait for their masks
 
 
@@ -102,14 +103,26 @@ class EngineLoop(ActiveRequests):
         plan = self.scheduler.next_plan()
         self._planned = plan is not None
         submitted = self._submit(plan) if plan else None
+        self._deliver()  # what the inbox brought, before a step is waited for
         if self._step is not None:
+            self._tell_meanwhile(self._step)
             self._read(self._step)
         self._step = submitted
         self.last_step = time.monotonic()
         if plan:
             self._totals["step_seconds_total"] += self.last_step - started
+        self._deliver()
+
+    def _deliver(self) -> None:
         if batch := self._outbox.take():
             self.deliver(batch)
+
+    def _tell_meanwhile(self, step: Step) -> None:
+        """Tell of turns that are kept while a step still runs."""
+        while self._num_committing and step.arrived is not None and not step.arrived.query():
+            for message in self._kept.take(POLL_SECONDS):
+                self._committed(message)
+            self._deliver()
 
     def _patience(self) -> float:
         """Return how many seconds there is nothing to do but to read the inbox."""
@@ -118,12 +131,13 @@ class EngineLoop(ActiveRequests):
         return MASK_SECONDS if self._rows else IDLE_SECONDS
 
     def _take_inbox(self, seconds: float) -> None:
-        for message in self._inbox.take(seconds):
+        messages = self._inbox.take(seconds)
+        for message in self._kept.take(0):
+            self._committed(message)
+        for message in messages:
             match message:
                 case Accepted():
                     self._start(message)
-                case Committed():
-                    self._committed(message)
                 case Masked(masks):
                     self._masked(masks)
                 case Cancel(request_id):
@@ -279,16 +293,18 @@ class EngineLoop(ActiveRequests):
         del self._rows[sequence]
         self._outbox.add_rest(sequence, row, row.reason)
         finish = row.finish(sequence, row.reason)
+        self._num_committing += 1
         try:
             row.lease.commit(
                 snapshot,
                 newlines,
                 row.answer(finish),
-                lambda kept: self._inbox.put(Committed(row.active, finish, kept)),
+                lambda kept: self._tell(Committed(row.active, finish, kept)),
                 ids=ids,
                 turn=row.turn(self.tokenizer),
             )
         except Exception:
+            self._num_committing -= 1
             row.lease.release()
             raise
 

@@ -146,6 +146,7 @@ class StateWriter:
         with self._shared.lock:
             self._shared.totals["state_commits_total"] += len(good)
             self._shared.totals["state_commit_seconds_total"] += time.monotonic() - began
+            self._leases.go_on()
 
     def _prepare(self, job: Commit, new: set[Key]) -> ResidentSession:
         """Give the state its name and version; Conflict or EngineFailed when it cannot be saved."""

@@ -24,6 +24,8 @@ log = logging.getLogger("rwkv_batch.session_messages")
 
 BACKLOG_STATES = 64  # that may wait for the disk before new turns are refused,
 BACKLOG_BYTES = 512 * 2**20  # and of how many bytes
+LOG_BACKLOG_TURNS = 1024  # that may wait for the log before new turns wait too,
+LOG_BACKLOG_BYTES = 8 * 2**30  # and the bytes of their states
 FEW_IDS = 32  # that each row of a request feeds again
 MAX_REPLAYS = 1000  # answers in memory, kept for their idempotency keys
 # Fields of requests that digests on disk are older than: they are left out of the digest of a request that does not use them.
@@ -111,6 +113,7 @@ class LeaseManager:
 
     turns        of each session that is busy: the first one has it, the others wait
     next_turns   those whose turn it is now
+    held         those whose turn it is, but the log does not keep up: they go on when it does
     granted      leases that were given and have not ended
     unanswered   by request, those that are neither given nor refused yet
     deadlines    a heap of (when, count, lease)
@@ -120,6 +123,7 @@ class LeaseManager:
 
     turns = Guarded[dict[Key, deque[Lease]]]()
     next_turns = Guarded[deque[Lease]]()
+    held = Guarded[deque[Lease]]()
     granted = Guarded[set[Lease]]()
     unanswered = Guarded[dict[str, Lease]]()
     deadlines = Guarded[list[tuple[float, int, Lease]]]()
@@ -135,7 +139,7 @@ class LeaseManager:
         self._wait_seconds = wait_seconds
         self._max_waiting = max_waiting
         with self.lock:
-            self.turns, self.next_turns, self.granted, self.unanswered = {}, deque(), set(), {}
+            self.turns, self.next_turns, self.held, self.granted, self.unanswered = {}, deque(), deque(), set(), {}
             self.deadlines, self.num_deadlines, self.keys, self.replays = [], 0, set(), OrderedDict()
 
     # From any thread.
@@ -222,7 +226,14 @@ class LeaseManager:
         while self.deadlines and self.deadlines[0][0] <= now:
             _, _, lease = heapq.heappop(self.deadlines)
             if lease.deadline <= now and not lease.cancelled:
-                self._refuse(lease, _busy(lease))
+                self._refuse(lease, _too_slow() if lease in self.held else _busy(lease))
+
+    def go_on(self) -> None:
+        """Turns were written: those that were held for them begin."""
+        while self.held and not self._is_behind():
+            lease = self.held.popleft()
+            if not lease.cancelled and lease.request.id in self.unanswered:
+                self._look_up(lease)
 
     def remember(self, resident: ResidentSession) -> None:
         """Keep the answers that were saved with a session in memory too."""
@@ -266,8 +277,12 @@ class LeaseManager:
 
     def _look_up(self, lease: Lease) -> None:
         """It is this lease's turn: grant it at once when the session is in memory, else have it loaded."""
-        lease.deadline = math.inf
         session = lease.session
+        if session.keep and self._is_behind():
+            self.held.append(lease)
+            self._wait(lease)
+            return
+        lease.deadline = math.inf
         dialogue = (lease.request.namespace, session.name)
         in_memory = session.key is None or self._fresh_replay(lease.replay_key) is not None
         numbered = session.node is None or not session.keep or dialogue in self._shared.last_nodes
@@ -276,6 +291,11 @@ class LeaseManager:
             self._grant(lease, resident)
         else:
             self._shared.enqueue(Load(lease))
+
+    def _is_behind(self) -> bool:
+        """Whether so many turns wait for the log that more would only fill the memory."""
+        jobs = self._shared.jobs
+        return self.durability == "log" and (jobs.num_commits >= LOG_BACKLOG_TURNS or jobs.commit_bytes >= LOG_BACKLOG_BYTES)
 
     def _grant(self, lease: Lease, resident: ResidentSession | None, replay: Replay | None = None) -> None:
         """Give the lease its state, or say why it cannot have it."""
@@ -358,6 +378,10 @@ def _must_be_whole(request: Request, resident: ResidentSession) -> bool:
     return (request.num_rows > 1 and len(resident.ids) > FEW_IDS) or (
         request.prompt_logprobs is not None and resident.ids != []
     )
+
+
+def _too_slow() -> Unavailable:
+    return Unavailable("the disk does not keep up with the turns", code="storage_busy", retry_after=1.0)
 
 
 def _busy(lease: Lease) -> Conflict:

@@ -24,6 +24,7 @@ TOTALS = (
 Durability = Literal["log", "turn", "relaxed", "shutdown"]
 ComputeState = Callable[[Callable[[], Snapshot | None], list[int], Callable[[Snapshot | RwkvBatchError], None]], None]
 
+MAX_DEMOTES = 64  # sessions that wait to be copied to the host; more than these leave memory, if they are on disk
 GROUP_TURNS = 1024  # logged in one transaction
 GROUP_BYTES = 64 * 2**20  # states of one transaction: more waiting turns share a commit, but none waits much longer for it
 
@@ -133,11 +134,13 @@ class JobQueue:
     """What the storage thread has to do.
 
     num_commits, commit_bytes  turns that ended and whose callers wait for the end of the commit, and their states
+    num_demotes                sessions that are to be copied to the host
     """
 
     def __init__(self):
         self.num_commits = 0
         self.commit_bytes = 0
+        self.num_demotes = 0
         self._jobs: deque[Job] = deque()
 
     def __len__(self) -> int:
@@ -148,6 +151,7 @@ class JobQueue:
         if isinstance(job, Commit):
             self.num_commits += 1
             self.commit_bytes += job.snapshot.num_bytes
+        self.num_demotes += isinstance(job, Demote)
         self._jobs.append(job)
 
     def commit_ended(self, job: Commit) -> None:
@@ -171,6 +175,7 @@ class JobQueue:
         if not self._jobs:
             return []
         jobs, num_bytes = [self._jobs.popleft()], 0
+        self.num_demotes -= isinstance(jobs[0], Demote)
         if isinstance(jobs[0], Commit):
             num_bytes = jobs[0].snapshot.num_bytes
             while self._jobs and isinstance(self._jobs[0], Commit) and num_bytes < GROUP_BYTES:
@@ -262,7 +267,10 @@ class Shared:
         demoted, leaving = self.tiers.put(resident)
         if self.copies.on_gpu:
             for old in demoted:
-                self.enqueue(Demote(old))
+                if old.due is None and self.jobs.num_demotes >= MAX_DEMOTES:
+                    self.tiers.drop(old.key)
+                else:
+                    self.enqueue(Demote(old))
         for old in leaving:
             if old.due is not None:
                 self.enqueue(Flush(old))

@@ -17,7 +17,8 @@ from rwkv_batch.sessions.sqlite.schema import MIGRATIONS, prepare
 
 log = logging.getLogger("rwkv_batch.sessions.sqlite")
 
-PAGE_BYTES = 65536  # states are megabytes: twice the rate of 4 KiB pages
+PAGE_BYTES = 16384  # a turn in the log changes some ten pages; states, which are megabytes, want larger ones than usual
+TURN_PAGES, TURNS_PER_PAGE = 8, 4  # what a transaction with turns changes, about
 WAL_BYTES = 256 * 2**20  # a write-ahead log longer than this is copied back although turns wait,
 WAL_SOON_BYTES = 16 * 2**20  # longer than this when none does: a little at a time, lest one turn wait for all of it
 RESERVE_BYTES = 16 * 2**20  # kept free on the disk to copy the write-ahead log back and delete sessions when it is full,
@@ -51,9 +52,11 @@ class DatabaseFile:
         """Whether it is open and can be written."""
         return self.connection is not None and not self.read_only
 
-    def count_written(self, num_bytes: int) -> None:
-        """So many bytes went into the write-ahead log."""
+    def count_written(self, num_bytes: int, num_turns: int = 0) -> None:
+        """So many bytes of states, or so many turns, went into the write-ahead log."""
         self._written += num_bytes
+        if num_turns:
+            self._written += (TURN_PAGES + num_turns // TURNS_PER_PAGE) * PAGE_BYTES
 
     def tidy(self, *, waiting: bool, idle: bool = False) -> None:
         """Copy the write-ahead log back if it is time to.

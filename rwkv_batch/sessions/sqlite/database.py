@@ -78,6 +78,7 @@ class SessionDatabase(SessionCatalog):
                     self._add_replay(connection, new.namespace, name, replay)
             for namespace in {new.namespace for new in versions if new.response}:
                 add_spare(connection, self._forget_responses(connection, namespace, max(FORGET_AT_ONCE, len(versions))))
+        self.file.count_written(0, len(versions))
         self._reference.shadow({new.name for new in versions if not new.namespace})
 
     def _add_state(self, connection: sqlite3.Connection, new: NewVersion) -> Kept:
@@ -85,7 +86,6 @@ class SessionDatabase(SessionCatalog):
             base = add_whole(connection, new.pieces, self._draft.state)
             self.file.count_written(base.num_bytes)
             return add_turn(connection, base, new.ids, new.model) if new.ids else base
-        self.file.count_written(2 * len(new.ids))
         base = EMPTY if new.source is None else self._source(new.namespace, new.source)
         return add_turn(connection, base._replace(num_bytes=new.num_bytes), new.ids, new.model)
 
