@@ -156,7 +156,7 @@ def test_tools_of_anthropics_own_servers_are_left_out():
         function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
         assert body["tools"] == [{"type": "function", "function": function}]
         assert body["tool_choice"] == right
-        assert body["parallel_tool_calls"] is not choice.get("disable_parallel_tool_use", False)
+        assert body["parallel_tool_calls"] is (False if choice.get("disable_parallel_tool_use") else None)
 
 
 # --- answers ---
@@ -238,6 +238,71 @@ def test_a_stream_that_fails_says_so_and_never_ends_well():
         assert events[-1]["error"]["type"] == "api_error"
         assert "broken" in events[-1]["error"]["message"]
         assert "message_stop" not in [event["type"] for event in events]
+
+
+# --- tools ---
+
+WEATHER = {
+    "name": "get_weather", "description": "How it is outside.", "cache_control": {"type": "ephemeral"},
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}  # fmt: skip
+CALL = 'Let me see.\n```json\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n```'
+
+
+def pieces_of(text: str, size: int) -> list:
+    return [step([Delta(0, text[place : place + size], 1)]) for place in range(0, len(text), size)]
+
+
+def test_the_model_is_told_of_tools():
+    text = text_of(asked(tools=[WEATHER, {"type": "web_search_20250305", "name": "web_search"}], system="Be kind."))
+    assert text.startswith("System: Be kind.\nTools:\n[\n")
+    assert '"name":"get_weather"' in text
+    assert "web_search" not in text
+    assert "get_weather" not in text_of(asked(tools=[WEATHER], tool_choice={"type": "none"}))
+    counted = text_of(request_of(chat_of(CountBody, tools=[WEATHER])))
+    assert counted == text_of(asked(tools=[WEATHER]))
+
+
+def test_an_answer_may_have_a_schema():
+    wanted = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    by_field = [asked(output_config={"format": wanted}).grammar, asked(output_format=wanted).grammar]
+    assert by_field[0] == by_field[1] != asked().grammar
+    assert by_field[0].kind == "json_schema"
+
+
+def test_a_call_is_a_block():
+    formatter = formatter_of(tools=[WEATHER])
+    for event in pieces_of(CALL, 5):
+        assert formatter.document(event) is None
+    message = json.loads(formatter.document(step([], [Finish(0, "stop", 30, 6)])))
+    text, call = message["content"]
+    assert text == {"type": "text", "text": "Let me see."}
+    assert call["id"].startswith("toolu_")
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "get_weather", {"city": "Paris"})
+    assert message["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("size", [1, 7, 500])
+def test_a_call_in_a_stream(size):
+    steps = [*pieces_of(CALL, size), step([], [Finish(0, "stop", 30, 6)])]
+    events = events_of(formatter_of(tools=[WEATHER], stream=True), *steps)
+    starts = [event for event in events if event["type"] == "content_block_start"]
+    assert [start["content_block"]["type"] for start in starts] == ["text", "tool_use"]
+    assert [start["index"] for start in starts] == [0, 1]
+    assert starts[1]["content_block"]["input"] == {}
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(delta.get("text", "") for delta in deltas) == "Let me see."
+    assert json.loads("".join(delta.get("partial_json", "") for delta in deltas)) == {"city": "Paris"}
+    assert [event["index"] for event in events if event["type"] == "content_block_stop"] == [0, 1]
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_a_call_that_was_cut_off_is_no_use_of_a_tool():
+    formatter = formatter_of(tools=[WEATHER])
+    formatter.document(step([Delta(0, CALL[:60], 9)]))
+    message = json.loads(formatter.document(step([], [Finish(0, "length", 30, 9)])))
+    assert message["stop_reason"] == "max_tokens"
+    assert message["content"][-1]["input"] == {}
 
 
 # --- errors and routes ---

@@ -137,6 +137,12 @@ def test_fields_of_llamacpp():
         assert completion(prompt=prompt).prompts == [[97, 98]]
 
 
+def test_a_completion_may_have_a_form():
+    assert completion(prompt="a", json_schema={"type": "object"}).grammar.kind == "json_schema"
+    assert completion(prompt="a", grammar='root ::= "yes" | "no"').grammar.kind == "lark"
+    assert completion(prompt="a", min_p=0.1, repeat_penalty=1.25).sampling.repetition_penalty == 1.25
+
+
 @pytest.mark.parametrize(
     ("fields", "name"),
     [

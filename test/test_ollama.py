@@ -90,6 +90,15 @@ def test_how_much_to_think(think, end):
     assert text_of(generate(prompt="hi", think=think)).endswith(end)
 
 
+def test_an_answer_may_have_a_form():
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    for make in (chat, generate):
+        assert make(format="").grammar is None
+        assert make(format="json").grammar.kind == make(format=schema).grammar.kind == "json_schema"
+    sampling = chat(options={"min_p": 0.1, "repeat_penalty": 1.25, "repeat_last_n": 64}).sampling
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.25)
+
+
 def test_prompts():
     assert text_of(generate(system="S")) == f"System: S\n\nUser: ab\n\n{OPEN}"
     assert text_of(generate(raw=True)) == "ab"
@@ -167,6 +176,34 @@ def test_thoughts_in_a_stream():
     assert not any(message["content"] for message in messages)
 
 
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather", "description": "How it is outside.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}  # fmt: skip
+CALL = 'Let me see.\n```json\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n```'
+
+
+def test_calls_of_tools_come_whole():
+    assert '"name":"get_weather"' in text_of(chat(tools=[WEATHER]))
+    called = [{"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}]
+    history = [*HI, {"role": "assistant", "content": "", "tool_calls": called}, {"role": "tool", "content": "mild"}]
+    assert "Function output:\nmild" in text_of(chat(tools=[WEATHER], messages=history))
+    whole = lines_of(ChatLines, ChatRequest, messages=HI, tools=[WEATHER], stream=False)
+    whole.document(step([Delta(0, CALL, 9)]))
+    streamed = lines_of(ChatLines, ChatRequest, messages=HI, tools=[WEATHER])
+    data = b"".join(streamed.chunks(step([Delta(0, character, 1)])) or b"" for character in CALL)
+    data += streamed.chunks(step([], [Finish(0, "stop", 3, 9)]))
+    messages = [json.loads(line)["message"] for line in data.decode().splitlines()]
+    document = json.loads(whole.document(step([], [Finish(0, "stop", 3, 9)])))["message"]
+    assert "".join(message["content"] for message in messages) == document["content"] == "Let me see."
+    (called,) = [call for message in messages for call in message.get("tool_calls", ())]
+    assert called["function"] == document["tool_calls"][0]["function"]
+    assert (called["function"]["name"], called["function"]["arguments"]) == ("get_weather", {"city": "Paris"})
+
+
 def test_a_stream_that_fails_says_so_and_is_not_done():
     for last in (Failure.of("r", EngineFailed("broken")), step([], [Finish(0, "error", 3, 1, "broken")])):
         lines = lines_of(ChatLines, ChatRequest, messages=HI)
@@ -206,7 +243,7 @@ def test_what_is_said_of_the_model():
     shown = asked(about.show, {"model": "m"})
     family = shown["model_info"]["general.architecture"]
     assert shown["model_info"][f"{family}.context_length"] == CONFIG.max_prompt_tokens
-    assert {"completion", "insert"} <= set(shown["capabilities"])
+    assert {"completion", "tools", "insert"} <= set(shown["capabilities"])
     assert [running["name"] for running in asked(about.running)["models"]] == ["m"]
     assert asked(about.running, info=None) == {"models": []}
     assert asked(about.tags, info=None)["models"], "clients give up without one"

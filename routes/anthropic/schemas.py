@@ -208,7 +208,7 @@ class CountBody(Body):
             ]
             if self.tool_choice is not None:
                 chat["tool_choice"] = self.tool_choice.in_openai_form()
-                chat["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+                chat["parallel_tool_calls"] = False if self.tool_choice.disable_parallel_tool_use else None
         wanted = self.output_config.format or self.output_format
         if wanted is not None and wanted.get("type") == "json_schema":
             chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted.get("schema")}}

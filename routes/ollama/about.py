@@ -11,7 +11,7 @@ from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.text.chat_template import CHAT_TEMPLATE
 
 VERSION = "0.12.6"  # of the API that is spoken here; clients refuse older ones
-CAPABILITIES = ["completion", "insert", "thinking"]
+CAPABILITIES = ["completion", "tools", "insert", "thinking"]
 FAMILY = "rwkv7"
 FOREVER = "2318-01-01T00:00:00Z"  # until when the model stays loaded
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}

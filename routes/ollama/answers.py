@@ -1,16 +1,27 @@
 """From the engine's events to Ollama's documents and lines."""
 
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from routes.http.context import RequestContext
 from routes.http.replies import dumps, error_document
 from routes.ollama.schemas import OllamaChat, OllamaCompletion
 from routes.openai.answers import CompletionFormatter, Formatter
+from routes.openai.calls import GatheredCall
 from routes.openai.chat_answers import ChatFormatter
 from routes.timed import Timings
 from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.request import Delta, Event, Failure, Request
+from rwkv_batch.text.tool_calls import CallEnded, Piece, Text
+
+
+class Said(NamedTuple):
+    """A piece of an answer, or all of it."""
+
+    thought: str = ""
+    text: str = ""
+    calls: tuple[GatheredCall, ...] = ()
 
 
 def now() -> str:
@@ -23,36 +34,46 @@ def nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def as_message(thought: str, text: str) -> dict[str, Any]:
+def as_message(said: Said) -> dict[str, Any]:
     """A piece of an answer of /api/chat."""
-    return {"message": {"role": "assistant", "content": text, **({"thinking": thought} if thought else {})}}
+    message: dict[str, Any] = {"role": "assistant", "content": said.text}
+    if said.thought:
+        message["thinking"] = said.thought
+    if said.calls:
+        message["tool_calls"] = [called(call, place) for place, call in enumerate(said.calls)]
+    return {"message": message}
 
 
-def as_response(thought: str, text: str) -> dict[str, Any]:
+def as_response(said: Said) -> dict[str, Any]:
     """A piece of an answer of /api/generate."""
-    return {"response": text, **({"thinking": thought} if thought else {})}
+    return {"response": said.text, **({"thinking": said.thought} if said.thought else {})}
+
+
+def called(call: GatheredCall, place: int) -> dict[str, Any]:
+    """A call in Ollama's form, whose arguments are an object."""
+    return {"id": call.id, "function": {"index": place, "name": call.name, "arguments": call.as_object}}
 
 
 class Lines(Formatter):
     """What Ollama's answers share. As a stream they are a line for each piece and one with the figures, else all in one."""
 
-    said: ClassVar[Any]  # as_message or as_response
+    form: Callable[[Said], dict[str, Any]]  # as_message or as_response
 
     def __init__(self, context: RequestContext, body: Any, request: Request):
         super().__init__(context, body, request)
         self.timings = Timings(context.began)
         self.model = body.model
 
-    def piece(self, delta: Delta) -> tuple[str, str]:
-        """What a piece adds to the thought and to the answer."""
+    def pieces(self, delta: Delta) -> list[Said]:
+        """What an event's piece of the text brings."""
         raise NotImplementedError
 
-    def rest(self) -> str:
-        """What was held back of the thought, at the end."""
-        return ""
+    def rest(self) -> list[Said]:
+        """What was held back, at the end."""
+        return []
 
-    def whole(self) -> tuple[str, str]:
-        """The thought and the answer."""
+    def whole(self) -> Said:
+        """All of it."""
         raise NotImplementedError
 
     def document(self, event: Event) -> Any:
@@ -62,7 +83,7 @@ class Lines(Formatter):
 
     def finished(self) -> dict[str, Any]:
         """The whole answer."""
-        return self._line(*self.whole(), **self._end())
+        return self._line(self.whole(), **self._end())
 
     def chunks(self, event: Event) -> bytes | None:
         """Take one event; return its lines, if any."""
@@ -72,21 +93,18 @@ class Lines(Formatter):
         out = []
         for delta in event.deltas:
             self.num_tokens += delta.tokens
-            thought, text = self.piece(delta)
-            if thought or text:
-                out.append(dumps(self._line(thought, text, done=False)) + "\n")
+            out += [dumps(self._line(said, done=False)) + "\n" for said in self.pieces(delta)]
         for finish in event.finishes:
             self._note(finish)
             if self.error is not None:
                 out.append(self._failed(self.error))
                 continue
-            if thought := self.rest():
-                out.append(dumps(self._line(thought, "", done=False)) + "\n")
-            out.append(dumps(self._line("", "", **self._end())) + "\n")
+            out += [dumps(self._line(said, done=False)) + "\n" for said in self.rest()]
+            out.append(dumps(self._line(Said(), **self._end())) + "\n")
         return "".join(out).encode() or None
 
-    def _line(self, thought: str, text: str, **more: Any) -> dict[str, Any]:
-        return {"model": self.model, "created_at": now(), **type(self).said(thought, text), **more}
+    def _line(self, said: Said, **more: Any) -> dict[str, Any]:
+        return {"model": self.model, "created_at": now(), **type(self).form(said), **more}
 
     def _end(self) -> dict[str, Any]:
         usage = self.usage()
@@ -106,45 +124,58 @@ class Lines(Formatter):
 
 
 class ChatLines(Lines, ChatFormatter):
-    """/api/chat."""
+    """/api/chat. A call comes whole; one that the tokens were too few for does not come."""
 
-    said = as_message
+    form = as_message
 
     def __init__(self, context: RequestContext, body: OllamaChat, request: Request):
         super().__init__(context, body, request)
 
-    def piece(self, delta: Delta) -> tuple[str, str]:
+    def pieces(self, delta: Delta) -> list[Said]:
         """See Lines."""
-        return self._split(delta)[:2]
+        thought, text, _ = self._split(delta)
+        return [*([Said(thought)] if thought else []), *self._said(self.replies[0].feed(text))]
 
-    def rest(self) -> str:
+    def rest(self) -> list[Said]:
         """See Lines."""
-        return self.thoughts[0].finish() if self.splits and not self.hides else ""
+        thought = self.thoughts[0].finish() if self.splits and not self.hides else ""
+        return [*([Said(thought)] if thought else []), *self._said(self.replies[0].finish())]
 
-    def whole(self) -> tuple[str, str]:
+    def whole(self) -> Said:
         """See Lines."""
         message = self.choice(0)["message"]
-        return message.get("reasoning_content") or "", message["content"] or ""
+        calls = tuple(call for call in self.replies[0].calls if call.ended)
+        return Said(message.get("reasoning_content") or "", message["content"] or "", calls)
+
+    def _said(self, pieces: list[Piece]) -> list[Said]:
+        said = []
+        for piece in pieces:
+            match piece:
+                case Text(text):
+                    said.append(Said(text=text))
+                case CallEnded(place):
+                    said.append(Said(calls=(self.replies[0].calls[place],)))
+        return said
 
 
 class GenerateLines(ChatLines):
     """/api/generate with a template."""
 
-    said = as_response
+    form = as_response
 
 
 class RawLines(Lines, CompletionFormatter):
     """/api/generate without one."""
 
-    said = as_response
+    form = as_response
 
     def __init__(self, context: RequestContext, body: OllamaCompletion, request: Request):
         super().__init__(context, body, request)
 
-    def piece(self, delta: Delta) -> tuple[str, str]:
+    def pieces(self, delta: Delta) -> list[Said]:
         """See Lines."""
-        return "", delta.text
+        return [Said(text=delta.text)] if delta.text else []
 
-    def whole(self) -> tuple[str, str]:
+    def whole(self) -> Said:
         """See Lines."""
-        return "", "".join(self.texts[0])
+        return Said(text="".join(self.texts[0]))

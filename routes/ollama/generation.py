@@ -3,7 +3,7 @@
 from routes.http.context import RequestContext
 from routes.http.replies import json_reply
 from routes.http.streams import LINES, Reply
-from routes.ollama.answers import ChatLines, GenerateLines, Lines, RawLines, as_message, as_response, now
+from routes.ollama.answers import ChatLines, GenerateLines, Lines, RawLines, Said, as_message, as_response, now
 from routes.ollama.schemas import ChatRequest, GenerateRequest, OllamaBody, OllamaChat, OllamaCompletion
 from routes.openai.schemas import GenerationBody, read
 from routes.schemas import validate
@@ -13,7 +13,7 @@ async def chat(context: RequestContext) -> Reply:
     """POST /api/chat: answer a conversation; without messages say that the model is loaded."""
     body = validate(ChatRequest, context.body)
     if not body.messages:
-        return nothing_to_say(body, as_message("", ""))
+        return nothing_to_say(body, as_message(Said()))
     return await answer(context, read(OllamaChat, body.in_openai_form()), ChatLines)
 
 
@@ -21,7 +21,7 @@ async def generate(context: RequestContext) -> Reply:
     """POST /api/generate: answer or complete a prompt, or fill the gap before `suffix`; without a prompt as /api/chat."""
     body = validate(GenerateRequest, context.body)
     if not body.prompt and not body.suffix:
-        return nothing_to_say(body, as_response("", ""))
+        return nothing_to_say(body, as_response(Said()))
     kind, lines = (OllamaCompletion, RawLines) if body.is_raw else (OllamaChat, GenerateLines)
     return await answer(context, read(kind, body.in_openai_form()), lines)
 

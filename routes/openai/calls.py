@@ -25,13 +25,18 @@ class GatheredCall:
         return "".join(self.parts)
 
     @property
-    def input(self) -> str:
-        """The text that a custom tool gets; what is no such call is passed on as it is."""
+    def as_object(self) -> dict[str, Any]:
+        """Its arguments; none where they are no JSON object, as when the call was cut off."""
         try:
             found = json.loads(self.arguments)
         except (ValueError, RecursionError):
-            return self.arguments
-        given = found.get(CUSTOM_INPUT) if isinstance(found, dict) else None
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def input(self) -> str:
+        """The text that a custom tool gets; what is no such call is passed on as it is."""
+        given = self.as_object.get(CUSTOM_INPUT)
         return given if isinstance(given, str) else self.arguments
 
 

@@ -50,6 +50,8 @@ TOLD = [
     {"role": "assistant", "content": [{"type": "thinking", "thinking": "x", "signature": "s"}, {"type": "text", "text": "y"}]},
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "z"}]}]},
 ]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+USES = {"tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}], "tool_choice": {"type": "tool", "name": "f"}}
 MESSAGE = {"messages": TOLD, "max_tokens": 4, "system": [{"type": "text", "text": "be nice"}], "stop_sequences": ["a"]}
 INFILL = {
     "input_prefix": "def add(a, b):\n", "input_suffix": "\n    return c\n", "prompt": "    c =", "samplers": ["top_k", "top_p"],
@@ -68,11 +70,17 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/v1/messages": [
         {**MESSAGE, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "metadata": {"user_id": "u"}},
         {**MESSAGE, "stream": True, "thinking": {"type": "enabled", "budget_tokens": 1024}, "output_config": {"effort": "low"}},
+        {**MESSAGE, **USES, "max_tokens": 9},
     ],
     "/v1/messages/count_tokens": [{"messages": TOLD, "system": "be nice", "thinking": {"type": "adaptive"}}],
     "/api/chat": [
         {"messages": TALK[:3], "options": {"num_predict": 4, "temperature": 0.5, "stop": ["a"], "seed": 3}, "stream": False},
         {"messages": MESSAGES, "options": {"num_predict": 4, "top_k": 9}, "think": True, "keep_alive": "5m", "format": ""},
+        {
+            "messages": MESSAGES,
+            "options": {"num_predict": 4},
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
+        },
         {"messages": [], "keep_alive": 0},
     ],
     "/api/generate": [

@@ -16,6 +16,9 @@ LOOKS_IN = {
     "/completion": lambda piece: piece["content"],
     "/v1/fim/completions": lambda piece: piece["choices"][0]["delta"]["content"],
     "/v1/completions": lambda piece: piece["choices"][0]["text"],
+    "/v1/messages?beta=true": lambda piece: (piece.get("content") or [piece.get("delta", {})])[0].get("text"),
+    "/v1/chat/completions": lambda piece: piece["choices"] and piece["choices"][0]["delta"].get("content"),
+    "/api/chat": lambda piece: piece["message"]["content"],
 }
 HELLO = [{"role": "user", "content": "Hello!"}]
 GREEDY = {"temperature": 0}
@@ -64,6 +67,43 @@ def test_the_sdk_of_anthropic_reads_our_errors(scripted, locked_scripted):
     assert bearer.messages.count_tokens(model="m", messages=HELLO).input_tokens > 1
     status, answer, _ = locked_scripted.request("POST", "/v1/messages?beta=true", b"{", {"x-api-key": PASSWORD})
     assert (status, json.loads(json.dumps(answer))["error"]["type"]) == (400, "invalid_request_error")
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"], "additionalProperties": False}
+
+
+def test_the_sdk_of_anthropic_calls_tools(random_model):
+    """A forced call is one whatever the model would say; the SDK puts streamed arguments together."""
+    client = claude(random_model)
+    tools = [{"name": "get_weather", "description": "How it is outside.", "input_schema": CITY}]
+    asked = {"model": "m", "max_tokens": 100, "messages": HELLO, "tools": tools, "tool_choice": {"type": "any"}}
+    message = client.messages.create(**asked)
+    assert message.stop_reason == "tool_use"
+    (call,) = message.content
+    assert (call.type, call.name, call.input) == ("tool_use", "get_weather", {"city": "Paris"})
+    with client.messages.stream(**asked) as stream:
+        (streamed,) = stream.get_final_message().content
+    assert streamed.input == {"city": "Paris"}
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "mild"}
+    history = [*HELLO, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    assert client.messages.create(model="m", max_tokens=3, messages=history, tools=tools).usage.output_tokens == 3
+    wanted = {"format": {"type": "json_schema", "schema": CITY}}
+    formed = client.messages.create(model="m", max_tokens=100, messages=HELLO, output_config=wanted)
+    assert json.loads(formed.content[0].text) == {"city": "Paris"}
+
+
+def test_the_client_of_ollama_calls_tools(random_model):
+    client = ollama.Client(host=url(random_model))
+    formed = client.chat("m", HELLO, format=CITY, options={"num_predict": 100})
+    assert json.loads(formed.message.content) == {"city": "Paris"}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": CITY}}]
+    called = [{"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}]
+    history = [
+        *HELLO,
+        {"role": "assistant", "tool_calls": called},
+        {"role": "tool", "tool_name": "get_weather", "content": "mild"},
+    ]
+    assert client.chat("m", history, tools=tools, options={"num_predict": 3}).eval_count == 3
 
 
 # --- Ollama ---
@@ -123,10 +163,28 @@ def test_the_first_requests_of_clients(scripted, name):
     assert status == 200, answer
     if headers["content-type"].startswith("text/event-stream"):
         pieces = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+    elif headers["content-type"].startswith("application/x-ndjson"):
+        pieces = [json.loads(line) for line in answer.splitlines()]
     else:
         pieces = [answer]
     said = "".join(LOOKS_IN[sent["path"]](piece) or "" for piece in pieces)
-    assert said == ("" if sent["body"].get("n_predict") == 0 else ANSWER)
+    if "thinking" in sent["body"]:  # this model never ends a thought
+        assert pieces[-1] == {"type": "message_stop"}
+    elif sent["body"].get("max_tokens") == 1:
+        assert ANSWER.startswith(said)
+    else:
+        assert said == ("" if sent["body"].get("n_predict") == 0 else ANSWER)
+
+
+def test_what_clients_ask_of_ollama_first(scripted):
+    """A model is offered to agents only where it is said to take tools."""
+    assert scripted.get("/api/version")[0] == 200
+    (model,) = scripted.get("/api/tags")[1]["models"]
+    status, shown = scripted.post({"model": model["model"]}, "/api/show")
+    assert status == 200
+    assert "tools" in shown["capabilities"]
+    family = shown["model_info"]["general.architecture"]
+    assert shown["model_info"][f"{family}.context_length"] > 100_000
 
 
 def test_an_infill_in_the_bytes_that_an_editor_looks_for(scripted):
