@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import threading
 import time
 
 import pytest
@@ -10,7 +11,7 @@ import random_schemas
 import torch
 from jsonschema import Draft202012Validator, FormatChecker
 from models import TINY, random_tensors
-from test_worker import Harness
+from test_worker import GREEDY, Harness
 
 from rwkv_batch.engine.engine import Engine
 from rwkv_batch.grammar.masks import Columns, Grammars
@@ -18,6 +19,7 @@ from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weights import Weights, from_tensors
 from rwkv_batch.request import Grammar
+from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.session_messages import Session
 from rwkv_batch.text.grammar import of_schema
 from sampling.masks import pack, unpack
@@ -33,6 +35,7 @@ PERSON = {
 DRAWN = SamplingParams(temperature=1, top_k=0, top_p=1, seed=5)
 # A number may have any number of digits, of which a random model does not tire by itself.
 WEARY = SamplingParams(temperature=1, top_k=0, top_p=1, seed=5, alpha_presence=0.5, alpha_frequency=0.5, alpha_decay=1)
+LATE = pytest.mark.parametrize("late", [False, True])
 
 
 @functools.cache
@@ -47,8 +50,9 @@ def with_end(vocab: int) -> Weights:
 class GrammarHarness(Harness):
     """The same with grammars."""
 
-    def __init__(self, *, vocab=256, slots=8):
+    def __init__(self, *, vocab=256, slots=8, late=False):
         super().__init__(vocab=vocab, slots=slots)
+        self.scheduler = Scheduler(num_slots=slots, prefill_budget=256, mixed=not late, late_draws=late)
         weights = with_end(vocab)
         self.engine = Engine(Model(weights), ReferenceSampler(slots, weights.output_ids), State(weights.shape, slots))
         grammars = Grammars(self.tokenizer, weights.output_ids.tolist())
@@ -81,9 +85,9 @@ def test_a_row_says_what_its_schema_allows_and_ends_with_it(vocab):
     assert len(set(texts)) > 1
 
 
-@pytest.mark.parametrize("ignore_eos", [True, False])
-def test_a_row_ends_where_its_grammar_allows_nothing_more(ignore_eos):
-    harness = GrammarHarness(vocab=65536)
+@pytest.mark.parametrize(("ignore_eos", "late"), [(True, False), (False, True)])
+def test_a_row_ends_where_its_grammar_allows_nothing_more(ignore_eos, late):
+    harness = GrammarHarness(vocab=65536, late=late)
     sampling = SamplingParams(temperature=1, top_k=0, top_p=1, seed=5, ignore_eos=ignore_eos)
     for pattern in ("[a-c]{3,9}", "(yes|no)", "constant text", "[你好é]{4}", "a"):
         (text,), (reason,) = harness.say(Grammar("regex", pattern, "p"), sampling=sampling, max_tokens=50)
@@ -95,8 +99,9 @@ def test_a_row_ends_where_its_grammar_allows_nothing_more(ignore_eos):
     assert text.count("(") == text.count(")")
 
 
-def test_a_row_may_be_cut_by_its_length_and_by_stops():
-    harness = GrammarHarness()
+@LATE
+def test_a_row_may_be_cut_by_its_length_and_by_stops(late):
+    harness = GrammarHarness(late=late)
     grammar = Grammar("regex", "x{100}", "p")
     (text,), (reason,) = harness.say(grammar, max_tokens=5)
     assert (set(text), reason) == ({"x"}, "length")
@@ -105,20 +110,28 @@ def test_a_row_may_be_cut_by_its_length_and_by_stops():
     assert harness.say(grammar, max_tokens=0) == ([""], ["length"])
 
 
-def test_a_grammar_that_allows_everything_changes_nothing():
+@LATE
+def test_a_grammar_that_allows_everything_changes_nothing(late):
     anything = Grammar("lark", "start: <[1-255]>*", "p")
-    harness = GrammarHarness()
+    harness = GrammarHarness(late=late)
     unending = SamplingParams(temperature=1, seed=5, ignore_eos=True)
     free = harness.say(None, copies=3, max_tokens=24, sampling=unending)
     assert harness.say(anything, copies=3, max_tokens=24, sampling=unending) == free
 
 
-def test_plain_rows_run_in_every_step_and_say_the_same():
+@LATE
+def test_plain_rows_run_in_every_step_and_say_the_same(late):
     def run(masked):
-        harness = GrammarHarness()
+        harness = GrammarHarness(late=late)
         steps = []
         submit = harness.engine.submit
-        harness.engine.submit = lambda plan: steps.append({row.sequence.request.id for row in plan.rows}) or submit(plan)
+
+        def note(plan):
+            if harness.scheduler.mixed or not any(row.ids for row in plan.rows):
+                steps.append({row.sequence.request.id for row in plan.rows})
+            return submit(plan)
+
+        harness.engine.submit = note
         harness.submit("plain", [[3, 4], [9]], sampling=DRAWN, max_tokens=60)
         if masked:
             harness.submit("masked", [[5, 7]], sampling=DRAWN, max_tokens=60, grammar=of_schema(PERSON, "p"), copies=3)
@@ -133,8 +146,9 @@ def test_plain_rows_run_in_every_step_and_say_the_same():
     assert any("masked" in step for step in plain)
 
 
-def test_sessions_logprobs_and_penalties_go_on_working():
-    harness = GrammarHarness()
+@LATE
+def test_sessions_logprobs_and_penalties_go_on_working(late):
+    harness = GrammarHarness(late=late)
     sampling = SamplingParams(temperature=1, seed=1, alpha_presence=0.5, alpha_frequency=0.5, logprobs=2)
     (text,), _ = harness.say(of_schema(PERSON, "p"), sampling=sampling, session=Session(name="s"))
     json.loads(text)
@@ -142,6 +156,37 @@ def test_sessions_logprobs_and_penalties_go_on_working():
     assert elapsed == 2 + len(harness.tokenizer.encode(text)) or elapsed > 2
     (text,), _ = harness.say(None, session=Session(name="s"), max_tokens=4)
     assert harness.sessions.states["s"].elapsed > elapsed
+
+
+def test_a_row_that_samples_late_says_the_same_in_fewer_steps():
+    def run(late):
+        harness = GrammarHarness(late=late)
+        harness.scheduler.mixed = False
+        notify = threading.Event()
+        told = harness.worker.grammars.notify
+        harness.worker.grammars.notify = lambda masks: (told(masks), notify.set())
+        plans = []
+        submit, flush = harness.engine.submit, harness.worker.grammars.flush
+
+        def flush_and_wait():
+            waits = bool(harness.worker.grammars._told)
+            notify.clear()
+            flush()
+            assert not waits or notify.wait(60), "masks come"
+
+        harness.worker.grammars.flush = flush_and_wait
+        harness.engine.submit = lambda plan: plans.append({row.sequence.request.id for row in plan.rows}) or submit(plan)
+        harness.submit("plain", [[3]], sampling=GREEDY, max_tokens=120)
+        harness.submit("masked", [[5, 7]], sampling=WEARY, max_tokens=60, copies=3, grammar=Grammar("regex", "[a-z ]{50}", "p"))
+        harness.run()
+        assert not harness.failures
+        places = [place for place, plan in enumerate(plans) if "masked" in plan][1:]  # without the prompt's
+        return harness.texts, len(places), places[-1] - places[0] + 1
+
+    (late, num_late, late_span), (soon, num_soon, soon_span) = run(True), run(False)
+    assert late == soon
+    assert (num_late, num_soon) == (late_span, 49) == (50, 49)
+    assert soon_span > 90, "every other step is sat out"
 
 
 def test_a_wrong_grammar_fails_its_request_alone():
@@ -164,8 +209,9 @@ def test_a_wrong_grammar_fails_its_request_alone():
     assert harness.worker._num_waiting == 0
 
 
-def test_a_cancelled_request_is_gone_whatever_it_waits_for():
-    harness = GrammarHarness()
+@LATE
+def test_a_cancelled_request_is_gone_whatever_it_waits_for(late):
+    harness = GrammarHarness(late=late)
     for number in range(6):
         harness.submit(f"r{number}", [[5]], grammar=of_schema(PERSON, "p"), sampling=DRAWN)
         for _ in range(number):

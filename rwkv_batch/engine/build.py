@@ -85,6 +85,7 @@ def build_engine_loop(config: Config, deliver: Callable[[dict[bytes, list[Progre
         mixed=on_cpu,
         busy_budget=config.busy_prefill_budget or (CPU_BUSY_PREFILL if on_cpu else GPU_BUSY_PREFILL),
         prefixes=build_prefixes(config),
+        late_draws=not on_cpu,
     )
     sessions = build_sessions(config, weights)
     grammars = Grammars(tokenizer, weights.output_ids.tolist())

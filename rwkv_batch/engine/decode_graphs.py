@@ -50,8 +50,10 @@ class DecodeGraphs:
         self._slots = torch.full((largest,), -1, dtype=torch.int64, device=device)
         self._ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self._finite = torch.zeros(largest, dtype=torch.bool, device=device)
-        self._staging = Staging(largest, device)
+        self._drawn_slots = self._slots.clone()  # the same, -1 for rows that do not sample
+        self._staging, self._drawn_staging = Staging(largest, device), Staging(largest, device)
         self._current: list[int] = []  # what `_slots` holds
+        self._current_drawn: list[int] = []
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._logits: dict[int, Tensor] = {}
 
@@ -75,20 +77,25 @@ class DecodeGraphs:
     def _step(self, size: int) -> Tensor:
         slots = self._slots[:size]
         logits = self.model.forward(None, CapturedRows.decode(slots), self.state)
-        self.sampler.launch(logits, slots, out_ids=self._ids[:size], out_finite=self._finite[:size])
+        self.sampler.launch(logits, self._drawn_slots[:size], out_ids=self._ids[:size], out_finite=self._finite[:size])
         return logits
 
-    def replay(self, slots: list[int]) -> tuple[Sampled, Tensor]:
-        """Run one decode step of distinct `slots`; does not wait for it.
+    def replay(self, slots: list[int], num_sampled: int | None = None) -> tuple[Sampled, Tensor]:
+        """Run one decode step of distinct `slots`, of which the first `num_sampled`, or all, sample; does not wait.
 
-        Returns what is sampled and the logits [B, U], both on the device and overwritten by the next replay.
+        Returns what they sampled and the logits [B, U], both on the device and overwritten by the next replay.
         """
         num_rows = len(slots)
+        num_sampled = num_rows if num_sampled is None else num_sampled
         size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
         if slots != self._current:
             self._staging.send(slots + [-1] * (size - num_rows), self._slots)  # a graph reads no further
             self._current = list(slots)
+        drawn = slots[:num_sampled] + [-1] * (size - num_sampled)
+        if drawn != self._current_drawn:
+            self._drawn_staging.send(drawn, self._drawn_slots)
+            self._current_drawn = drawn
         self._graphs[size].replay()
         self.state.advance(slots, [1] * num_rows)
         self.num_replays += 1
-        return Sampled(self._ids[:num_rows], self._finite[:num_rows]), self._logits[size][:num_rows]
+        return Sampled(self._ids[:num_sampled], self._finite[:num_sampled]), self._logits[size][:num_rows]

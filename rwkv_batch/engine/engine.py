@@ -24,7 +24,7 @@ from rwkv_batch.request import Sequence, TokenLogprob
 from rwkv_batch.scheduling.plan import Plan, Row
 from sampling.base import Sampled, Sampler
 
-READBACKS = 4  # steps whose ids may be on their way to the host; two are
+READBACKS = 8  # readings of ids that may be on their way to the host: of two steps, two of each
 
 
 class Token(NamedTuple):
@@ -40,12 +40,14 @@ class Step:
     """A submitted step: the sequences sampled, and what for: on the device, or on its way to the host until `arrived`.
 
     scoring  the prompt tokens that the step scores, if any
+    early    what was sampled in front of the step, if anything, for which one need not wait until the step ends
     """
 
     sequences: list[Sequence]
     sampled: Sampled | None
     arrived: torch.cuda.Event | None = None
     scoring: Scoring | None = None
+    early: "Step | None" = None
 
 
 class Engine:
@@ -74,6 +76,7 @@ class Engine:
         self._thread = 0
         self._decode_rows = PackedRows([], [])  # of the last step if that was all decode: most steps repeat their slots
         self._masks = MaskStaging(sampler.masks)
+        self._kept: torch.Tensor | None = None  # logits [S, U] of rows that sample in front of their next step
         self._readback = _Readback(state.num_slots, self.device) if self.device.type == "cuda" else None
 
     @torch.inference_mode()
@@ -88,7 +91,29 @@ class Engine:
         if starting:
             self._start(starting)
         if plan.masked or self.sampler.masks.masked:
-            self._masks.send(take_masks(row.sequence for row in rows if row.sample))
+            self._masks.send(take_masks(row.sequence for row in rows if row.sample or row.draws))
+        early = self._draw([row for row in rows if row.draws])
+        step = self._run(rows)
+        step.early = early
+        return step
+
+    def _draw(self, rows: list[Row]) -> Step | None:
+        """Sample rows from the logits that were kept of them."""
+        if not rows:
+            return None
+        slots = [row.sequence.slot for row in rows]
+        slot_tensor = torch.tensor(slots).to(self.device, non_blocking=True)
+        sampled = self.sampler.sample(self._kept.index_select(0, slot_tensor), slot_tensor, slots)
+        self.state.last_ids[slot_tensor] = sampled.ids
+        return self._step([row.sequence for row in rows], sampled)
+
+    def _keep(self, rows: list[Row], logits: torch.Tensor) -> None:
+        """Keep the logits [B, U] of rows until they are sampled."""
+        if self._kept is None:
+            self._kept = torch.empty(self.state.num_slots, logits.shape[1], dtype=logits.dtype, device=self.device)
+        self._kept[torch.tensor([row.sequence.slot for row in rows]).to(self.device, non_blocking=True)] = logits
+
+    def _run(self, rows: list[Row]) -> Step:
         decoding = not any(row.ids for row in rows)
         if decoding and self.graphs is not None:
             return self._replay(rows)
@@ -97,16 +122,19 @@ class Engine:
         self.num_eager_decodes += decoding
         packed = self._pack(rows)
         sampling = [i for i, row in enumerate(rows) if row.sample]
+        keeping = [i for i, row in enumerate(rows) if row.keeps]
         all_sample = len(sampling) == len(rows)
         scoring = Scoring(rows) if any(is_scored(row) for row in rows) else None
-        logits_of = None if all_sample and scoring is None else packed.last_token_index[sampling]
+        logits_of = None if all_sample and scoring is None else packed.last_token_index[sampling + keeping]
         if scoring is not None:
             logits_of = torch.cat((logits_of, torch.tensor(scoring.positions, dtype=torch.int64, device=self.device)))
         tokens = None if decoding else self._tokens(rows, packed)
         logits = self.model.forward(tokens, packed, self.state, logits_of=logits_of)
         if scoring is not None:
-            scoring.take(logits[len(sampling) :], self.sampler.ids)
-            logits = logits[: len(sampling)]
+            scoring.take(logits[len(sampling) + len(keeping) :], self.sampler.ids)
+        if keeping:
+            self._keep([rows[i] for i in keeping], logits[len(sampling) : len(sampling) + len(keeping)])
+        logits = logits[: len(sampling)]
         if not sampling:
             return self._unsampled(scoring)
         slots = packed.slots if all_sample else [packed.slots[i] for i in sampling]
@@ -157,9 +185,13 @@ class Engine:
         self.state.put(slot, snapshot)
 
     def _replay(self, rows: list[Row]) -> Step:
-        """Decode one token for each row, all of which sample."""
-        slots = [row.sequence.slot for row in rows]
-        return self._replayed(rows, *self.graphs.replay(slots))
+        """Decode one token for each row; those that do not sample keep their logits."""
+        rows.sort(key=lambda row: row.keeps)
+        sampling, keeping = [row for row in rows if row.sample], [row for row in rows if row.keeps]
+        sampled, logits = self.graphs.replay([row.sequence.slot for row in rows], len(sampling))
+        if keeping:
+            self._keep(keeping, logits[len(sampling) :])
+        return self._replayed(sampling, sampled, logits[: len(sampling)]) if sampling else self._unsampled()
 
     def _is_captured(self, rows: list[Row]) -> bool:
         """Whether there is a graph of a prefill step that can feed these rows."""

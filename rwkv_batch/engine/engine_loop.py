@@ -29,6 +29,8 @@ CHECKPOINT_TOKENS = 16  # sampled tokens between the checkpoints of a row whose 
 IDLE_SECONDS = 0.25  # how long an idle loop sleeps between two signs of life
 POLL_SECONDS = 0.0002  # between two looks whether a step has run, while turns wait for the disk
 MASK_SECONDS = 0.001  # the same where all rows wait for their masks
+MASK_SHARE = 0.5  # of a step that runs, in which the next one waits for masks; it is submitted long before this one ends
+LONG_STEP = 0.1  # seconds between two steps; what takes longer says nothing about the pace
 
 
 class EngineLoop(ActiveRequests):
@@ -61,6 +63,7 @@ class EngineLoop(ActiveRequests):
         self.lost_sessions = 0  # that could not be written at the end; known when `run` has returned
         self._step: Step | None = None  # submitted, not read
         self._planned = False  # whether there was something to run last time
+        self._read_at = self._pace = 0.0  # when a step was read last; seconds from one to the next
         self._totals = {"prompt_tokens_total": 0, "generation_tokens_total": 0, "steps_total": 0, "step_seconds_total": 0.0}
 
     def undelivered(self) -> dict[str, int]:
@@ -106,7 +109,11 @@ class EngineLoop(ActiveRequests):
         self._deliver()  # what the inbox brought, before a step is waited for
         if self._step is not None:
             self._tell_meanwhile(self._step)
+        if submitted is not None and submitted.early is not None:
+            self._read(submitted.early)
+        if self._step is not None:
             self._read(self._step)
+            self._note_pace()
         self._step = submitted
         self.last_step = time.monotonic()
         if plan:
@@ -126,9 +133,16 @@ class EngineLoop(ActiveRequests):
 
     def _patience(self) -> float:
         """Return how many seconds there is nothing to do but to read the inbox."""
+        if self._step is not None and self.scheduler.late_draws and self.scheduler.awaits_masks:
+            return max(0.0, self._read_at + MASK_SHARE * self._pace - time.monotonic())
         if self._step is not None or self._planned:
             return 0
         return MASK_SECONDS if self._rows else IDLE_SECONDS
+
+    def _note_pace(self) -> None:
+        now = time.monotonic()
+        self._pace += (min(now - self._read_at, LONG_STEP) - self._pace) / 8
+        self._read_at = now
 
     def _take_inbox(self, seconds: float) -> None:
         messages = self._inbox.take(seconds)
@@ -198,7 +212,7 @@ class EngineLoop(ActiveRequests):
         """A row's part of a step is on its way: keep the states wanted behind it."""
         if not row.ids:
             if text.lease is not None:
-                self._checkpoint(row.sequence, text)
+                self._checkpoint(row.sequence, text, row.sequence.num_sampled - (not row.keeps))
             return
         if row.start:
             self.note_start(text.active)
@@ -209,14 +223,13 @@ class EngineLoop(ActiveRequests):
     def _after_prompt(self, sequence: Sequence, row: RowOutput) -> None:
         """The ids to feed of a row whose state is kept are all fed."""
         if not sequence.finalizing and sequence.request.max_tokens > 0:
-            self._checkpoint(sequence, row)
+            self._checkpoint(sequence, row, 0)
             return
         row.reason = row.reason or "length"
         self._commit(sequence, row, self.engine.take(sequence.slot), [])
 
-    def _checkpoint(self, sequence: Sequence, row: RowOutput) -> None:
-        """Keep the state every CHECKPOINT_TOKENS ids; it holds one generated id less than were sampled."""
-        num_generated = sequence.num_sampled - 1
+    def _checkpoint(self, sequence: Sequence, row: RowOutput, num_generated: int) -> None:
+        """Keep the state, which holds so many generated ids, every CHECKPOINT_TOKENS of them."""
         if num_generated % CHECKPOINT_TOKENS == 0:
             row.add_checkpoint(num_generated, self.engine.take(sequence.slot))
 

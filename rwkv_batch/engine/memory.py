@@ -109,9 +109,9 @@ def kept_bytes(shape: ModelShape, wkv_dtype: torch.dtype, sessions: int, limit: 
 
 
 def sampling_bytes(shape: ModelShape, max_logit_bias: int) -> int:
-    """Bytes of a slot's logits and sampling controls."""
+    """Bytes of a slot's logits, which are kept while a grammar's mask is made, and of its sampling controls."""
     logits = Buffers.num_bytes(shape, max_tokens=0, max_rows=1) - Buffers.num_bytes(shape, max_tokens=0, max_rows=0)
-    return logits + KernelSampler.num_bytes(1, shape.vocab_size, max_logit_bias)
+    return 2 * logits + KernelSampler.num_bytes(1, shape.vocab_size, max_logit_bias)
 
 
 def free_memory(device: torch.device) -> int:

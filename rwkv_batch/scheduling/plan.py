@@ -17,6 +17,8 @@ class Row:
 
     ids     tokens to feed, or empty: feed the id sampled for this slot in the step before, which the host may not know yet
     sample  whether the logits after the last fed token are sampled
+    keeps   whether they are kept instead, to be sampled in front of the row's next step
+    draws   whether the logits kept before are sampled in front of the step, which then feeds that id
     start   whether this is the sequence's first row: the slot's state is overwritten and its controls are set
     """
 
@@ -24,6 +26,8 @@ class Row:
     ids: list[int]
     sample: bool
     start: bool = False
+    keeps: bool = False
+    draws: bool = False
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ always have a row in the next plan.
 """
 
 from collections import deque
+from dataclasses import replace
 
 from rwkv_batch.request import Request, Sequence
 from rwkv_batch.scheduling.continuous_batch import ContinuousBatch
@@ -25,6 +26,8 @@ class Scheduler:
     mixed           whether a plan may feed prompts and decode; if not, plans of the two kinds alternate while both have work
     busy_budget     the same of a plan while rows decode, whose next tokens wait for it; None = no less
     prefixes        states that rows may start from, None = each is fed from its first token
+    late_draws      whether rows with masks sample in front of their next step instead of behind the last, so that the ids
+                    can be read and masks be made while a step runs, and such rows need not sit out every other step
     """
 
     def __init__(
@@ -36,12 +39,14 @@ class Scheduler:
         mixed: bool,
         busy_budget: int | None = None,
         prefixes: PrefixCache | None = None,
+        late_draws: bool = False,
     ):
         self.num_slots = num_slots
         self.spare_slots = spare_slots
         self.mixed = mixed
         self.busy_budget = busy_budget
         self.prefixes = prefixes
+        self.late_draws = late_draws
         self._free = FreeSlots(num_slots)
         self._batches: dict[str, Batch] = {}  # every live request
         self._queue: deque[Batch] = deque()  # those that are ready to start rows
@@ -65,6 +70,11 @@ class Scheduler:
     def num_free(self) -> int:
         """Slots nobody owns."""
         return len(self._free)
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether rows could run in the next plan if their masks were ready."""
+        return any(not sequence.mask.ready() and sequence in self._decoding for sequence in self._masked)
 
     def add(self, request: Request) -> list[Sequence]:
         """Queue all rows of `request` and return them in order; ValueError if its id is live or a prompt is empty."""
@@ -101,7 +111,7 @@ class Scheduler:
         else:
             rows = self._decode()
             self._decoded_last = True
-        masked = bool(self._masked) and any(row.sample and row.sequence.mask is not None for row in rows)
+        masked = bool(self._masked) and any((row.sample or row.draws) and row.sequence.mask is not None for row in rows)
         return Plan(rows, masked) if rows else None
 
     def resume(self, sequences: list[Sequence]) -> None:
@@ -180,7 +190,8 @@ class Scheduler:
                 if row.sequence.mask is not None:
                     self._masked.add(row.sequence)
                 if row.sequence.request.max_tokens > 1:
-                    self._decoding[row.sequence] = Row(row.sequence, ids=[], sample=True)
+                    late = self.late_draws and row.sequence.mask is not None
+                    self._decoding[row.sequence] = Row(row.sequence, ids=[], sample=not late, keeps=late)
         return rows
 
     def _decode(self) -> list[Row]:
@@ -190,9 +201,12 @@ class Scheduler:
         """
         rows = list(self._decoding.values())
         if self._masked:
-            rows = [row for row in rows if row.sequence.mask is None or row.sequence.mask.ready()]
+            rows = [row for row in rows if row.sequence.mask is None or row.keeps > row.draws or row.sequence.mask.ready()]
         for row in rows:
             sequence = row.sequence
+            if row.keeps > row.draws:  # its first: there is nothing to sample in front of it
+                self._decoding[sequence] = replace(row, draws=True)
+                continue
             sequence.num_sampled += 1
             if sequence.num_sampled == sequence.request.max_tokens:
                 del self._decoding[sequence]
