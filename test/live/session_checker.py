@@ -168,8 +168,8 @@ async def compare(server: ServerProcess, clients: list[Client]) -> None:
     await everybody(one(client) for client in clients)
 
 
-def disturb(server: ServerProcess, name: str, *, sessions: int, kills: int, seed: int) -> list[float]:
-    """Kill and compare; seconds of each restart. Prints what the clients went through."""
+def disturb(server: ServerProcess, name: str, *, sessions: int, kills: int, seed: int) -> tuple[list[Client], list[float]]:
+    """Kill and compare; (the clients, seconds of each restart). Prints what the clients went through."""
     rng = random.Random(seed)
     names = [f"{name} {number}" for number in range(sessions)]
     clients = [Client(server, one, one, random.Random(f"{seed} {one}")) for one in names]
@@ -185,4 +185,15 @@ def disturb(server: ServerProcess, name: str, *, sessions: int, kills: int, seed
     )
     print(f"{kills} kills, {sessions} sessions: {turns} turns, {again} sent again, {replayed} of them had happened")
     assert again >= kills, "no turn was in progress when the engine was killed"
-    return restarts
+    return clients, restarts
+
+
+def check_all(server: ServerProcess, clients: list[Client]) -> None:
+    """On another server over the same files: all sessions are where their clients are, and go on."""
+
+    async def one(client: Client) -> None:
+        client.server = server
+        await client.check()
+        await client.take_turn()
+
+    asyncio.run(everybody(one(client) for client in clients))

@@ -6,7 +6,7 @@ import pytest
 from memory_model import write_memory
 from scripted_server import start
 from server_process import ROOT
-from session_checker import disturb
+from session_checker import Client, check_all, disturb
 from test_live_state import checked, database, kill_all
 
 from rwkv_batch.config import Config
@@ -20,10 +20,13 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3600), pytest.mark.parametri
 def test_a_hundred_kills(tmp_path_factory, folder, sessions, durability):
     """Every tenth time the whole server is killed, and SQLite checks the file."""
     checkpoint = write_memory(tmp_path_factory.mktemp("memory") / "bytes.pth", 256)
-    restarts = []
+    restarts, clients = [], list[Client]()
     for number in range(10):
-        with start(checkpoint, folder, "--max-crashes", "1000", "--durability", durability) as server:
-            restarts += disturb(server, f"round {number}", sessions=sessions, kills=10, seed=number)
+        flags = ("--snapshot-tokens", "64") if number % 2 else ()  # whole states follow after few turns, or never
+        with start(checkpoint, folder, "--max-crashes", "1000", "--durability", durability, *flags) as server:
+            check_all(server, clients)
+            clients, seconds = disturb(server, f"round {number}", sessions=sessions, kills=10, seed=number)
+            restarts += seconds
             kill_all(server, database(folder))
         assert checked(folder) == "ok"
     print(f"restarts: median {sorted(restarts)[len(restarts) // 2]:.1f} s, longest {max(restarts):.1f} s")
