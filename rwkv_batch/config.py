@@ -99,10 +99,20 @@ class Config:
         low=0, high=1_048_576,
     )  # fmt: skip
     relaxed_seconds: float = setting(1.0, "sessions", "longest time until a relaxed turn is on disk", low=0.01, high=3600)
-    l1_sessions: int = setting(16, "sessions", "sessions kept in device memory", low=1, high=1_048_576)
-    l2_sessions: int = setting(32, "sessions", "sessions kept in host memory", low=0, high=1_048_576)
-    l1_mib: int = setting(2048, "sessions", "device memory for sessions, MiB", low=1, high=1_048_576)
-    l2_mib: int = setting(4096, "sessions", "host memory for sessions, MiB", low=0, high=1_048_576)
+    l1_sessions: int | None = setting(
+        None, "sessions", "sessions kept in device memory; default: what fits into --l1-mib", low=1, high=1_048_576
+    )
+    l2_sessions: int | None = setting(
+        None, "sessions", "sessions kept in host memory; default: what fits into --l2-mib", low=0, high=1_048_576
+    )
+    l1_mib: int | None = setting(
+        None, "sessions", "device memory for sessions, MiB; default: half of what is left; on a CPU less",
+        low=1, high=1_048_576,
+    )  # fmt: skip
+    l2_mib: int | None = setting(
+        None, "sessions", "host memory for sessions, MiB; default: a quarter of what is free, 64 GiB at most; on a CPU less",
+        low=0, high=1_048_576,
+    )  # fmt: skip
     session_versions: int = setting(2, "sessions", "states of a session that are kept, to rewind to", low=1, high=1000)
     session_wait_seconds: float = setting(30.0, "sessions", "wait for a busy session until 409", low=0, high=3600)
     session_waiting: int = setting(64, "sessions", "turns that may wait for one session", low=0, high=65536)

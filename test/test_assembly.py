@@ -93,6 +93,29 @@ def test_the_plan_counts_what_wide_states_and_long_biases_take():
     assert plan(max_logit_bias=65536).sampling - plan(max_logit_bias=0).sampling == 65536 * (8 + 4)
 
 
+def test_sessions_take_the_memory_that_is_left_or_what_the_settings_say(monkeypatch):
+    shape, fp16 = ModelShape(32, 4096, 16384, 65536, 128, 128, 96, 480), torch.float16
+    monkeypatch.setattr(memory, "free_memory", lambda device: (139 if device.type == "cuda" else 400) * 2**30)
+
+    def levels(device: str = "cuda", **settings) -> dict[str, int]:
+        config = Config(**settings)
+        plan = build.plan_memory(config, shape, torch.device(device), fp16, fp16, 512 if device == "cuda" else None)
+        return build.session_levels(config, plan, 340)
+
+    state = 32 * (2 * 4096 * 2 + 64 * 64 * 64 * 2)
+    found = levels()
+    assert 2000 < found["l1_bytes"] // state < 5000
+    assert found["l2_bytes"] == 64 * 2**30
+    assert levels(l1_sessions=5, l2_sessions=0) == {
+        "l1_sessions": 5, "l1_bytes": build.UNLIMITED, "l2_sessions": 0, "l2_bytes": build.UNLIMITED
+    }  # fmt: skip
+    assert levels(l1_mib=7)["l1_bytes"] == 7 * MIB
+    assert levels(l1_mib=7, l1_sessions=9)["l1_sessions"] == 9
+    assert levels("cpu")["l1_bytes"] == levels("cpu")["l2_bytes"] == 512 * MIB
+    monkeypatch.setattr(memory, "free_memory", lambda device: 24 * 2**30)
+    assert levels()["l1_bytes"] // state == 16, "a full card has what it always had"
+
+
 def test_who_has_too_little_memory_is_told_which_flags_help(monkeypatch):
     shape, gpu = ModelShape(24, 2048, 8192, 65536, 96, 96, 64, 256), torch.device("cuda")
     monkeypatch.setattr(memory, "free_memory", lambda device: int(3.6 * 2**30))

@@ -19,7 +19,16 @@ from rwkv_batch.config import COMPILE_MODE, Config, find_model
 from rwkv_batch.engine.decode_graphs import DecodeGraphs, buckets_for
 from rwkv_batch.engine.engine import Engine
 from rwkv_batch.engine.engine_loop import EngineLoop
-from rwkv_batch.engine.memory import MIB, MemoryPlan, kept_bytes, kernel_bytes, sampling_bytes
+from rwkv_batch.engine.memory import (
+    LEAST_BYTES,
+    LEAST_SESSIONS,
+    MIB,
+    MemoryPlan,
+    kept_bytes,
+    kernel_bytes,
+    l2_bytes,
+    sampling_bytes,
+)
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
 from rwkv_batch.errors import UsageError
 from rwkv_batch.grammar.masks import Grammars
@@ -52,6 +61,8 @@ log = logging.getLogger("rwkv_batch.engine")
 CPU_SLOTS, CPU_PREFILL, CPU_BUSY_PREFILL = 64, 256, 64
 GPU_SLOTS, GPU_PREFILL, GPU_BUSY_PREFILL = 320, 4096, 512
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+UNLIMITED = 2**62
+MAX_SESSIONS = 1_048_576
 ONE_THREAD_BYTES = 200 * MIB  # of weights; for less, threads wait for one another longer than they work
 
 
@@ -87,7 +98,7 @@ def build_engine_loop(config: Config, deliver: Callable[[dict[bytes, list[Progre
         prefixes=build_prefixes(config),
         late_draws=not on_cpu,
     )
-    sessions = build_sessions(config, weights)
+    sessions = build_sessions(config, weights, session_levels(config, memory, num_slots + num_spare))
     grammars = Grammars(tokenizer, weights.output_ids.tolist())
     engine_loop = EngineLoop(engine, scheduler, tokenizer, deliver, sessions=sessions, grammars=grammars, queue=config.queue)
     engine_loop.info = EngineInfo(
@@ -108,8 +119,24 @@ def build_engine_loop(config: Config, deliver: Callable[[dict[bytes, list[Progre
     return engine_loop
 
 
-def build_sessions(config: Config, weights: weights_module.Weights) -> StatePool:
-    """Return the pool of sessions."""
+def session_levels(config: Config, memory: MemoryPlan, num_slots: int) -> dict[str, int]:
+    """Return how many sessions, and how many bytes of them, are kept on the device (L1) and on the host (L2)."""
+    automatic = {"l1": memory.session_bytes(num_slots), "l2": l2_bytes(memory.device)}
+    levels = {}
+    for level, num_bytes in automatic.items():
+        sessions, mib = getattr(config, f"{level}_sessions"), getattr(config, f"{level}_mib")
+        levels[f"{level}_sessions"] = UNLIMITED if sessions is None else sessions
+        levels[f"{level}_bytes"] = mib * MIB if mib is not None else num_bytes if sessions is None else UNLIMITED
+    states = [
+        f"{min(levels[f'{level}_sessions'], levels[f'{level}_bytes'] // memory.state):,} in {where} memory"
+        for level, where in (("l1", "device"), ("l2", "host"))
+    ]
+    log.info("states of sessions: %s", ", ".join(states))
+    return levels
+
+
+def build_sessions(config: Config, weights: weights_module.Weights, levels: dict[str, int]) -> StatePool:
+    """Return the pool of sessions. `levels`: as `session_levels` gives them."""
     database = SessionDatabase(
         config.state_db,
         versions=config.session_versions,
@@ -126,10 +153,7 @@ def build_sessions(config: Config, weights: weights_module.Weights) -> StatePool
         snapshot_rate=config.snapshot_mib_s * MIB or None,
         finish_seconds=config.engine_stop_seconds / 2,
         relaxed_seconds=config.relaxed_seconds,
-        l1_sessions=config.l1_sessions,
-        l1_bytes=config.l1_mib * MIB,
-        l2_sessions=config.l2_sessions,
-        l2_bytes=config.l2_mib * MIB,
+        **levels,
         wait_seconds=config.session_wait_seconds,
         max_waiting=config.session_waiting,
     )
@@ -150,7 +174,14 @@ def plan_memory(
     """Return what is needed on the device. `budget`: tokens of a step that kernels run; None = reference ops."""
     if budget is None:
         return MemoryPlan(device, shape, dtype, wkv_dtype)
-    kept = kept_bytes(shape, wkv_dtype, config.l1_sessions, config.l1_mib * MIB) + config.prefix_cache_mib * MIB
+    if config.l1_sessions is None and config.l1_mib is None:
+        limits = LEAST_SESSIONS, LEAST_BYTES
+    else:
+        limits = (
+            MAX_SESSIONS if config.l1_sessions is None else config.l1_sessions,
+            UNLIMITED if config.l1_mib is None else config.l1_mib * MIB,
+        )
+    kept = kept_bytes(shape, wkv_dtype, *limits) + config.prefix_cache_mib * MIB
     buffers = kernel_bytes(shape, budget) + kept
     return MemoryPlan(device, shape, dtype, wkv_dtype, buffers, sampling_bytes(shape, config.max_logit_bias))
 

@@ -25,6 +25,10 @@ log = logging.getLogger("rwkv_batch.engine")
 MIB = 2**20
 CHECKPOINTS = 2  # states that a turn of a session holds beside its slot
 STATE_SHARE = 4  # automatic slots take at most this fraction (one in four) of the memory left beside the weights
+SESSION_SHARE = 2  # automatic L1 takes at most one in two of the bytes that nothing else is planned for,
+L2_SHARE, L2_BYTES = 4, 64 * 2**30  # automatic L2 one in four of the host's that are free, and so many,
+CPU_SHARE, CPU_BYTES = 32, 512 * MIB  # and each of them, where the host's memory is the device's, one in 32
+LEAST_SESSIONS, LEAST_BYTES = 16, 2**31  # what automatic L1 has in any case, before slots are counted
 OVERHEAD = 256 * MIB  # cuBLASLt's workspace, captured graphs, what torch's allocator rounds up
 LESS_MEMORY = ("--slots", "--prefill-budget", "--prefix-cache-mib", "--l1-sessions", "--max-logit-bias")  # the first: anywhere
 
@@ -95,6 +99,21 @@ class MemoryPlan:
         spare = max(0, min(int(slots * share + 0.5), min(fitting, MAX_SLOTS) - slots))
         log.info("and %d spare slots", spare)
         return spare
+
+    def session_bytes(self, slots: int) -> int:
+        """Bytes on the device for sessions, where no setting says how many, beside so many slots of both kinds."""
+        free = free_memory(self.device)
+        if self.device.type == "cpu":
+            return min(free // CPU_SHARE, CPU_BYTES)
+        left = free - self.weights - self.buffers - slots * (self.state * (1 + CHECKPOINTS) + self.sampling)
+        least = kept_bytes(self.shape, self.wkv_dtype, LEAST_SESSIONS, LEAST_BYTES)
+        return least + max(0, left) // SESSION_SHARE
+
+
+def l2_bytes(device: torch.device) -> int:
+    """Bytes of the host for sessions, where no setting says how many."""
+    free = free_memory(torch.device("cpu"))
+    return min(free // L2_SHARE, L2_BYTES) if device.type == "cuda" else min(free // CPU_SHARE, CPU_BYTES)
 
 
 def kernel_bytes(shape: ModelShape, max_tokens: int) -> int:

@@ -29,7 +29,8 @@ def announce(config: Config, info: EngineInfo) -> None:
     say(f"  device   {info.device}, {info.dtype}, operations: {info.ops}")
     say(f"  batch    {info.slots} sequences at a time, {info.prefill_budget} prompt tokens a step")
     if config.fake_engine is None:
-        levels = f"{config.l1_sessions} in device memory, {config.l2_sessions} in host memory"
+        l1, l2 = ("what fits" if number is None else number for number in (config.l1_sessions, config.l2_sessions))
+        levels = f"{l1} in device memory, {l2} in host memory"
         say(f"  sessions {config.state_db}, durability: {config.durability}; {levels}")
     say(
         f"  limits   {config.max_prompts} prompts and {config.max_body_mib} MiB a request, {config.queue} requests waiting, "

@@ -324,6 +324,8 @@ class Shared:
             return {
                 "state_l1_sessions": len(self.tiers.l1.sessions),
                 "state_l2_sessions": len(self.tiers.l2.sessions),
+                "state_l1_bytes": self.tiers.l1.num_bytes,
+                "state_l2_bytes": self.tiers.l2.num_bytes,
                 "state_lagging_sessions": len(self.lagging),
                 "state_dirty_sessions": len(self.tiers.unwritten()) + self.jobs.num_commits,
                 **self.totals,

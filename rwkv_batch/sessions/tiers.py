@@ -60,8 +60,8 @@ class Level:
     def __init__(self, max_sessions: int, max_bytes: int):
         self.sessions: OrderedDict[Key, ResidentSession] = OrderedDict()
         self.num_bytes = 0
+        self.max_bytes = max_bytes
         self._max_sessions = max_sessions
-        self._max_bytes = max_bytes
 
     def add(self, resident: ResidentSession) -> None:
         """Make it the newest; its key is not there."""
@@ -78,7 +78,7 @@ class Level:
     def evict(self) -> list[ResidentSession]:
         """Take the oldest out while there are too many sessions or bytes."""
         evicted = []
-        while len(self.sessions) > self._max_sessions or (self.num_bytes > self._max_bytes and self.sessions):
+        while len(self.sessions) > self._max_sessions or (self.num_bytes > self.max_bytes and self.sessions):
             evicted.append(self.remove(next(iter(self.sessions))))
         return evicted
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from server_process import ROOT, ServerProcess
 
+FEW_SESSIONS = ("--l1-sessions", "16", "--l2-sessions", "32")  # memory that fills with sessions is not what is looked for
 MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))  # of the long one
 
 
@@ -29,7 +30,7 @@ def soak(server: ServerProcess, folder: Path, *args: str) -> dict:
 
 
 def test_ten_seconds_with_a_killed_engine(tiny_checkpoint, folder):
-    flags = ("--threads", "1", "--slots", "16", "--http-workers", "1", "--heartbeat", "0.1")
+    flags = ("--threads", "1", "--slots", "16", "--http-workers", "1", "--heartbeat", "0.1", *FEW_SESSIONS)
     with ServerProcess(*flags, model=tiny_checkpoint, folder=folder) as server:
         short = ("--minutes", "0.17", "--prompts", "2", "--settle", "0.5", "--growth-mib", "160")
         result = soak(server, folder, *short, "--kills", "1")
@@ -39,7 +40,7 @@ def test_ten_seconds_with_a_killed_engine(tiny_checkpoint, folder):
 @pytest.mark.long
 @pytest.mark.timeout(MINUTES * 60 + 1200)
 def test_soak_with_killed_processes(folder):
-    flags = ("--threads", "1", "--slots", "16", "--heartbeat", "0.1", "--max-crashes", "100")
+    flags = ("--threads", "1", "--slots", "16", "--heartbeat", "0.1", "--max-crashes", "100", *FEW_SESSIONS)
     with ServerProcess(*flags, model=ROOT / "demo" / "model.rwkv", folder=folder) as server:
         result = soak(server, folder, "--minutes", str(MINUTES), "--kills", "10", "--http-kills", "5")
     assert result["counts"]["kills of engine"] == 10

@@ -59,7 +59,8 @@ def keeper(checkpoint, tmp_path_factory):
     """A server that keeps sessions, on a file that rwkv_lightning has written."""
     folder = tmp_path_factory.mktemp("keeper")
     write_reference_file(folder / "rwkv_sessions.db", checkpoint)
-    with start(checkpoint, folder, "--session-wait-seconds", "2", "--max-crashes", "1000", *FILE) as running:
+    levels = ("--l1-sessions", "16", "--l2-sessions", "32")
+    with start(checkpoint, folder, "--session-wait-seconds", "2", "--max-crashes", "1000", *levels, *FILE) as running:
         yield running
 
 
