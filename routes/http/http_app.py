@@ -25,7 +25,7 @@ from routes.http.replies import Response
 from routes.http.streams import DOCUMENT, EVENTS, NUDGE, FormatEvent, Framing, Reply, StreamingAnswer, TaskAnswer, notify_first
 from rwkv_batch.config import Config
 from rwkv_batch.errors import Overloaded, RwkvBatchError, Unavailable
-from rwkv_batch.grammar.checker import Checker
+from rwkv_batch.grammar.checker import Checker, refuse
 from rwkv_batch.ipc.client import EngineClient, SessionAnswer, Ticket
 from rwkv_batch.ipc.messages import Ask, EngineInfo, Live
 from rwkv_batch.metrics import HttpMetrics
@@ -170,8 +170,8 @@ class HttpApp:
 
     async def check_grammar(self, wanted: Grammar) -> None:
         """Have a grammar compiled where it hurts nobody. Raises InvalidRequest, Overloaded, Unavailable."""
-        if not self.grammars.passed(wanted):
-            await asyncio.to_thread(self.grammars.check, wanted)
+        answer = asyncio.wrap_future(self.grammars.submit(wanted))
+        refuse(wanted, await asyncio.shield(answer))  # others may wait for the same
 
     async def submit(
         self,

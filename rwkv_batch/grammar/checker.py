@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from rwkv_batch.request import Grammar
 log = logging.getLogger(__name__)
 
 PROCESSES = 2  # that check at the same time
+PATIENCE = 8  # times `seconds` that a grammar waits for a process
 REMEMBERED = 1024  # answers, each of some 100 bytes
 ROOT = Path(__file__).resolve().parent.parent.parent  # where the package lies
 HIDDEN = "RWKV_BATCH_"  # settings, secrets among them, are no business of a process that reads what strangers send
@@ -30,38 +32,42 @@ class Checker:
 
     def __init__(self, seconds: float):
         self.seconds = seconds
-        self._places = threading.BoundedSemaphore(PROCESSES)
+        self._pool = ThreadPoolExecutor(PROCESSES, "grammars")
         self._lock = threading.Lock()
         self._idle: list[subprocess.Popen] = []
-        self._known: OrderedDict[bytes, str | None] = OrderedDict()
-
-    def passed(self, grammar: Grammar) -> bool:
-        """Whether a grammar was checked and is right."""
-        return self._known.get(_key(grammar), "") is None
+        self._answers: OrderedDict[bytes, Future[str | None]] = OrderedDict()
 
     def check(self, grammar: Grammar) -> None:
         """Raise InvalidRequest for a grammar that cannot be compiled, or takes too long. Waits for that.
 
         Raises Overloaded where others take all the time there is, and Unavailable where no process can be started.
         """
+        refuse(grammar, self.submit(grammar).result())
+
+    def passed(self, grammar: Grammar) -> bool:
+        """Whether a grammar was checked and is right."""
+        answer = self._answers.get(_key(grammar))
+        return answer is not None and answer.done() and answer.exception() is None and answer.result() is None
+
+    def submit(self, grammar: Grammar) -> Future[str | None]:
+        """Return what will hold None or what is wrong with a grammar, or raises as `check`; one for all who ask the same."""
         key = _key(grammar)
         with self._lock:
-            is_known, answer = key in self._known, self._known.get(key)
-            if is_known:
-                self._known.move_to_end(key)
-        if not is_known:
-            if not self._places.acquire(timeout=self.seconds):
-                raise Overloaded("other grammars are being compiled", param=grammar.param, code="grammars_waiting")
-            try:
-                answer = self._ask(grammar)
-            finally:
-                self._places.release()
+            answer = self._answers.get(key)
+            if answer is None:
+                answer = self._answers[key] = self._pool.submit(self._ask, grammar, time.monotonic())
+                if len(self._answers) > REMEMBERED:
+                    self._answers.popitem(last=False)
+            self._answers.move_to_end(key)
+        answer.add_done_callback(lambda done: self._forget(key, done))
+        return answer
+
+    def _forget(self, key: bytes, answer: Future[str | None]) -> None:
+        """An answer that says nothing about its grammar is not remembered."""
+        if answer.exception() is not None:
             with self._lock:
-                self._known[key] = answer
-                if len(self._known) > REMEMBERED:
-                    self._known.popitem(last=False)
-        if answer is not None:
-            raise InvalidRequest(answer, param=grammar.param, code="invalid_grammar")
+                if self._answers.get(key) is answer:
+                    del self._answers[key]
 
     def close(self) -> None:
         """End the processes that have nothing to do."""
@@ -70,9 +76,11 @@ class Checker:
         for process in idle:
             _end(process)
 
-    def _ask(self, grammar: Grammar) -> str | None:
+    def _ask(self, grammar: Grammar, asked: float) -> str | None:
         """What a process says: None, or what is wrong."""
         started = time.monotonic()
+        if started - asked > PATIENCE * self.seconds:
+            raise Overloaded("other grammars are being compiled", param=grammar.param, code="grammars_waiting")
         for _ in range(2):  # an idle process may have been ended from outside
             process = self._process()
             try:
@@ -118,6 +126,12 @@ class Checker:
             _end(process)
             raise Unavailable("the process that compiles grammars does not start", code="no_process")
         return process
+
+
+def refuse(grammar: Grammar, answer: str | None) -> None:
+    """Raise InvalidRequest where an answer says what is wrong."""
+    if answer is not None:
+        raise InvalidRequest(answer, param=grammar.param, code="invalid_grammar")
 
 
 def _end(process: subprocess.Popen) -> None:

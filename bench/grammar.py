@@ -1,0 +1,208 @@
+#!/usr/bin/env python3
+"""What answers held to a JSON schema cost those beside them, and how fast they are themselves, over HTTP.
+
+    python app.py --model-path M.pth --port 8000 --slots 320 &
+    python bench/grammar.py --url http://127.0.0.1:8000 [--seconds 30] [--out FILE]
+
+First `--plain` streams alone for `--seconds`, each of whose clients sends its next request when its last has ended, then the
+same with `--constrained` ones beside them. Gaps are those between events with text; a row's pace is its tokens, by the usage
+that the server reports, over the time from its first text to its last. Ends with 1 where an answer was not what its schema
+allows.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench import serve
+from bench.client import open_stream
+
+WARM_SECONDS = 3.0
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "minLength": 8, "maxLength": 40},
+        "summary": {"type": "string", "minLength": 40, "maxLength": 160},
+        "sentiment": {"enum": ["positive", "neutral", "negative"]},
+        "confidence": {"type": "integer", "minimum": 0, "maximum": 100},
+        "tags": {"type": "array", "items": {"type": "string", "minLength": 3, "maxLength": 16}, "minItems": 2, "maxItems": 5},
+        "author": {
+            "type": "object",
+            "properties": {"first_name": {"type": "string", "maxLength": 16}, "age": {"enum": list(range(1, 100))}},
+            "required": ["first_name", "age"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["title", "summary", "sentiment", "confidence", "tags", "author"],
+    "additionalProperties": False,
+}
+
+
+@dataclass
+class Answer:
+    """One request. Times in seconds."""
+
+    error: str = ""
+    valid: bool = True
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+    gaps: list[float] = field(default_factory=list)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--password")
+    parser.add_argument("--plain", type=int, default=256, help="streams without a schema")
+    parser.add_argument("--constrained", type=int, default=64, help="streams with one")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each of the two runs")
+    parser.add_argument("--max-tokens", type=int, default=400)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--processes", type=int, default=8, help="client processes")
+    parser.add_argument("--out")
+    return parser.parse_args()
+
+
+def body_of(args: argparse.Namespace, rng: random.Random, constrained: bool) -> dict[str, Any]:
+    """A chat."""
+    message = {"role": "user", "content": serve.prompt_text(rng, 16)}
+    body = {
+        "messages": [message],
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if not constrained:
+        return {**body, "ignore_eos": True}
+    format = {"type": "json_schema", "json_schema": {"name": "note", "schema": SCHEMA, "strict": True}}
+    return {**body, "response_format": format, "max_tokens": 4 * args.max_tokens}
+
+
+async def ask(args: argparse.Namespace, rng: random.Random, constrained: bool) -> Answer:
+    """Send one request and read its stream."""
+    where = urlsplit(args.url)
+    headers = {"Authorization": f"Bearer {args.password}"} if args.password else {}
+    answer, text = Answer(), []
+    try:
+        async with await open_stream(
+            where.hostname, where.port or 80, "/v1/chat/completions", body_of(args, rng, constrained), headers
+        ) as stream:
+            if stream.status != 200:
+                return Answer(error=f"{stream.status} {(await stream.read())[:200].decode(errors='replace')}")
+            async for payload in stream.events():
+                event = {} if payload == b"[DONE]" else json.loads(payload)
+                if "error" in event:
+                    answer.error = str(event["error"])[:200]
+                if event.get("usage"):
+                    answer.tokens = event["usage"]["completion_tokens"]
+                if serve.has_text(event):
+                    now = time.perf_counter()
+                    if answer.first:
+                        answer.gaps.append(now - answer.last)
+                    answer.first, answer.last = answer.first or now, now
+                    text += [choice["delta"]["content"] for choice in event["choices"]]
+    except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+        answer.error = f"{type(error).__name__}: {error}"[:200]
+    answer.valid = not constrained or bool(answer.error) or is_note("".join(text))
+    return answer
+
+
+def is_note(text: str) -> bool:
+    """Whether a text is JSON that the schema allows, as far as a few lines can tell."""
+    try:
+        note = json.loads(text)
+    except ValueError:
+        return False
+    return (
+        list(note) == SCHEMA["required"]
+        and 8 <= len(note["title"]) <= 40
+        and note["sentiment"] in SCHEMA["properties"]["sentiment"]["enum"]
+        and 0 <= note["confidence"] <= 100
+        and 2 <= len(note["tags"]) <= 5
+        and list(note["author"]) == ["first_name", "age"]
+    )
+
+
+def client_process(
+    args: argparse.Namespace, part: int, num_constrained: int, seconds: float
+) -> tuple[list[Answer], list[Answer]]:
+    """This process's share of the clients, until the time is up: answers without a schema and with one."""
+
+    async def run() -> tuple[list[Answer], list[Answer]]:
+        ends = time.perf_counter() + seconds
+        found: tuple[list[Answer], list[Answer]] = ([], [])
+
+        async def client(number: int, constrained: bool) -> None:
+            rng = random.Random(f"{part} {number} {constrained} {seconds}")
+            while time.perf_counter() < ends:
+                found[constrained].append(await ask(args, rng, constrained))
+
+        plain = serve.share(args.plain, args.processes, part)
+        held = serve.share(num_constrained, args.processes, part)
+        await asyncio.gather(*(client(n, False) for n in range(plain)), *(client(n, True) for n in range(held)))
+        return found
+
+    return asyncio.run(run())
+
+
+def load(args: argparse.Namespace, num_constrained: int, seconds: float) -> dict[str, Any]:
+    """What one run showed."""
+    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+        parts = pool.starmap(client_process, [(args, part, num_constrained, seconds) for part in range(args.processes)])
+    result = {"plain": told([answer for part, _ in parts for answer in part])}
+    if num_constrained:
+        result["constrained"] = told([answer for _, part in parts for answer in part])
+    return result
+
+
+def told(answers: list[Answer]) -> dict[str, Any]:
+    """The figures of answers of one kind."""
+    good = [answer for answer in answers if not answer.error]
+    paces = [(answer.tokens - 1) / (answer.last - answer.first) for answer in good if answer.last > answer.first]
+    return {
+        "answers": len(answers),
+        "failed": len(answers) - len(good),
+        "errors": sorted({answer.error for answer in answers if answer.error})[:5],
+        "invalid": sum(not answer.valid for answer in good),
+        "tokens": sum(answer.tokens for answer in good),
+        "tokens_per_second_a_row": round(statistics.median(paces), 2) if paces else None,
+        "itl_ms": serve.spread([gap for answer in good for gap in answer.gaps]),
+    }
+
+
+def main() -> None:
+    args = read_arguments()
+    load(args, args.constrained, WARM_SECONDS)
+    alone, beside = load(args, 0, args.seconds), load(args, args.constrained, args.seconds)
+    before, after, held = alone["plain"], beside["plain"], beside["constrained"]
+    names = [name for name in ("mean", "p50", "p99") if before["itl_ms"][name]]
+    pace, plain_pace = held["tokens_per_second_a_row"], after["tokens_per_second_a_row"]
+    result = {
+        "streams": {"plain": args.plain, "constrained": args.constrained},
+        "alone": alone,
+        "beside": beside,
+        "plain_itl_times_alone": {name: round(after["itl_ms"][name] / before["itl_ms"][name], 3) for name in names},
+        "constrained_pace_of_plain": round(pace / plain_pace, 3) if pace and plain_pace else None,
+    }
+    print(json.dumps(result, indent=1))
+    if args.out:
+        Path(args.out).write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), **result}, indent=1) + "\n")
+    if held["failed"] or held["invalid"] or after["failed"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
