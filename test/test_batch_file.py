@@ -1,16 +1,19 @@
 """The command `batch`, as far as it can be seen without starting it: lines in, lines out, and how it goes on."""
 
+import asyncio
 import io
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from routes.http.replies import Response
-from routes.offline import answer_file
+from routes.offline import answer_file, request_file
 from routes.offline.answer_file import AnswerFile, answered, unanswered
+from routes.offline.pipeline import MORE_ROWS, ROWS_PER_SLOT, Pipeline
 from routes.offline.request_file import ENVELOPE_BYTES, RequestFile, UnusableLine, check_body, id_of, read_call
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, UsageError
@@ -205,3 +208,50 @@ def test_files_that_cannot_be_those_of_a_batch_are_refused_before_anything_start
     ]:
         assert batch_command.answer_file(argv, {}, ["false"]) == 2
         assert word in capsys.readouterr().err
+
+
+class SlowApp:
+    """Answers each request with `size` bytes after a turn of the loop, the first one when it is let."""
+
+    def __init__(self, size: int, window_mib: int):
+        self.client = SimpleNamespace(ready=True, info=SimpleNamespace(slots=4))
+        self.config = Config(batch_window_mib=window_mib, batch_sync_seconds=0.0)
+        self.tokenizer = object()
+        self.num_rows = self.begun = self.most = 0
+        self.size = size
+        self.first = asyncio.Event()
+
+    async def answer(self, context) -> Response:
+        self.begun += 1
+        self.num_rows += 1
+        self.most = max(self.most, self.num_rows)
+        await (self.first.wait() if context.body["prompt"] == "0" else asyncio.sleep(0.001))
+        self.num_rows -= 1
+        return Response(b'"' + b"x" * self.size + b'"')
+
+
+@pytest.mark.parametrize(("size", "window_mib", "most_begun"), [(100_000, 1, 60), (10, 1, 500)])
+def test_one_slow_line_holds_up_the_others_only_when_the_window_is_full(tmp_path, monkeypatch, size, window_mib, most_begun):
+    async def run() -> tuple[int, int]:
+        app = SlowApp(size, window_mib)
+        monkeypatch.setitem(request_file.HANDLERS, "/v1/completions", app.answer)
+        requests = requests_of(*(request_line(str(index), body={"prompt": str(index)}) for index in range(500)))
+        progress = SimpleNamespace(begin=lambda app: None, show=lambda *args: None)
+        running = asyncio.create_task(Pipeline(app, requests, answers, progress).run())
+        begun = -1
+        while begun != app.begun or not begun:
+            begun = app.begun
+            await asyncio.sleep(0.25)
+        assert answers.num_lines == 0
+        app.first.set()
+        assert await running
+        return begun, app.most
+
+    answers = AnswerFile(tmp_path / "out")
+    begun, most = asyncio.run(run())
+    answers.close()
+    assert begun <= most_begun
+    assert begun >= 10
+    assert most <= ROWS_PER_SLOT * 4 + MORE_ROWS
+    ids = [json.loads(line)["custom_id"] for line in (tmp_path / "out").read_bytes().splitlines()]
+    assert ids == [str(index) for index in range(500)]

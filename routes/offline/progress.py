@@ -52,7 +52,7 @@ class Progress:
         """Tell what came of it."""
         if self._bar is not None:
             self._bar.close()
-        seconds = time.monotonic() - self._began
+        seconds = max(time.monotonic() - self._began, 1e-3)
         num_lines = answers.num_lines - self._lines_before
         say(
             f"{'all lines are' if complete else 'stopped:'} answered: {num_lines:,} lines in {seconds:.1f} s "
