@@ -178,6 +178,7 @@ def test_texts_and_ids_are_the_same_prompts_to_an_evaluation():
         text = answer_of(detokenize, tokens=window)["prompt"]
         assert answer_of(tokenize, prompt=text)["tokens"] == window
         assert request_of(read(CompletionBody, {"prompt": text}), ids=world.ids).prompts == [window]
+    assert answer_of(tokenize, prompt=HI) == answer_of(tokenize, messages=HI), "as lm-evaluation-harness sends them"
     assert answer_of(detokenize, tokens=[97, 0, 98])["prompt"] == world.decode([97]) + "<|endoftext|>" + world.decode([98])
     templated = answer_of(tokenize, messages=[{"role": "user", "content": "<|endoftext|>"}])
     assert 0 not in templated["tokens"]

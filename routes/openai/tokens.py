@@ -1,6 +1,8 @@
 """Text to tokens and back, and what a conversation becomes: the routes that tools look for beside the OpenAI ones."""
 
-from pydantic import Field
+from typing import Any
+
+from pydantic import Field, model_validator
 
 from routes.http.context import RequestContext
 from routes.http.off_loop import off_loop
@@ -14,11 +16,22 @@ from rwkv_batch.text.chat_template import CHAT_TEMPLATE
 
 
 class TokenizeBody(Body, Conversation):
-    """A text as `prompt`, or as `content`, llama.cpp's name for it; or messages, which get the chat template."""
+    """A text as `prompt`, or as `content`, llama.cpp's name for it; or messages, which get the chat template.
+
+    lm-evaluation-harness sends messages as `prompt` too.
+    """
 
     prompt: str | None = None
     content: str | None = None
     return_token_strs: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def take_messages(cls, data: Any) -> Any:
+        """A prompt that is a list holds messages."""
+        if not isinstance(data, dict) or not isinstance(data.get("prompt"), list):
+            return data
+        return {key: value for key, value in data.items() if key != "prompt"} | {"messages": data["prompt"]}
 
     def text(self) -> tuple[list[int], str]:
         """End tokens, which raw texts alone can begin with, and the text. Raises InvalidRequest when there is none."""
