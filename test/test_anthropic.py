@@ -13,6 +13,7 @@ from routes.anthropic.schemas import CountBody, MessagesBody, MessagesChat
 from routes.http.replies import error_reply
 from routes.openai.schemas import read
 from routes.schemas import validate
+from rwkv_batch.config import Config
 from rwkv_batch.errors import Conflict, EngineFailed, Forbidden, InvalidRequest, NotFound, Overloaded, TooLarge, Unauthorized
 from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.request import Delta, Failure, Finish, Request
@@ -268,6 +269,10 @@ def test_an_answer_may_have_a_schema():
     by_field = [asked(output_config={"format": wanted}).grammar, asked(output_format=wanted).grammar]
     assert by_field[0] == by_field[1] != asked().grammar
     assert by_field[0].kind == "json_schema"
+
+
+def test_a_count_is_bound_by_no_limit_on_answers():
+    assert request_of(chat_of(CountBody), Config(max_tokens_limit=5)).max_tokens == 0
 
 
 def test_a_call_is_a_block():

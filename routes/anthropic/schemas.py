@@ -194,6 +194,7 @@ class CountBody(Body):
             "model": self.model,
             "messages": system + [part for message in self.messages for part in message.in_openai_form()],
             "think_type": self.how_to_think,
+            "max_tokens": 0,
         }
         if self.thinking is not None and self.thinking.display == "omitted":
             chat["reasoning_format"] = "hidden"

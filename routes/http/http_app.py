@@ -41,7 +41,7 @@ BLANK_SECONDS = 0.25  # between the blanks of a long JSON answer: they hurt nobo
 TOKENIZER_SECONDS = 10.0  # for it to load, which takes about one
 ASK_SECONDS = 5.0  # for an answer of the engine about its requests
 FILE_BYTES = 65536  # what a session's file may hold beside the state
-EXPOSED = "Retry-After, X-Request-Id, X-Should-Retry, X-Session-Version, Content-Disposition, WWW-Authenticate"
+EXPOSED = "Retry-After, X-Request-Id, Request-Id, X-Should-Retry, X-Session-Version, Content-Disposition, WWW-Authenticate"
 
 
 class HttpApp:
