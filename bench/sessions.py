@@ -10,7 +10,7 @@ and turns in progress at the end are cancelled. Up to --plain-sessions the same 
 needs room for all sessions of a cell at once (--queue, --http-workers), or refuses some: a 429 or 503 that asks to come back is
 obeyed, and counted under "refused". States stay in the server's file of sessions unless --delete is given.
 
-"commit_ms" is what a turn takes from its last text to its end: the states wait for the disk there.
+"commit_ms" is what a turn takes from its last text to its end: its state is brought to the end of the text, and the disk written.
 """
 
 import argparse
@@ -351,11 +351,11 @@ def read_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", default="64,256", help="of a turn")
     parser.add_argument("--cells", help="instead of all pairs of the two: 16x64,320x256")
     parser.add_argument("--seconds", type=float, default=12.0, help="of each cell's turns")
-    parser.add_argument("--plain-seconds", type=float, default=3.0, help="of its plain rows; 0 = none")
+    parser.add_argument("--plain-seconds", type=float, default=2.5, help="of its plain rows; 0 = none")
     parser.add_argument("--plain-sessions", type=int, default=320, help="largest cell that has plain rows")
     parser.add_argument("--ramp", type=float, default=1.0, help="seconds before anything counts")
     parser.add_argument("--chunk-size", type=int, default=8, help="tokens an event")
-    parser.add_argument("--single-seconds", type=float, default=4.0, help="of one turn alone; 0 = leave it out")
+    parser.add_argument("--single-seconds", type=float, default=3.0, help="of one turn alone; 0 = leave it out")
     parser.add_argument("--single-tokens", type=int, default=16)
     parser.add_argument("--itl-seconds", type=float, default=3.0, help="of each of the three measurements of ITL; 0 = none")
     parser.add_argument("--itl-streams", type=int, default=32)
