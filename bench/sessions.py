@@ -10,7 +10,7 @@ and turns in progress at the end are cancelled. Up to --plain-sessions the same 
 needs room for all sessions of a cell at once (--queue, --http-workers), or refuses some: a 429 or 503 that asks to come back is
 obeyed, and counted under "refused". States stay in the server's file of sessions unless --delete is given.
 
-"commit_ms" is what a turn takes from its last text to its end: its state is brought to the end of the text, and the disk written.
+"commit_ms" is what a turn takes from its last text to its end: the end of its state, and the disk.
 """
 
 import argparse
