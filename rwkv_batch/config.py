@@ -86,33 +86,24 @@ class Config:
     )
 
     state_db: str = setting("rwkv_batch_sessions.db", "sessions", "SQLite file of the sessions, made when the first is kept")
+    state_db_gib: float | None = setting(None, "sessions", "size of that file, GiB; default: any", low=0.001, high=1_048_576)
+    drop_oldest_sessions: bool = setting(False, "sessions", "a full file loses its oldest sessions, else turns get 507")
     durability: Literal["log", "turn", "relaxed", "shutdown"] = setting(
-        "log",
-        "sessions",
-        "before a turn is acknowledged, its token ids are on disk, or its whole state; or its state soon after, or at shutdown",
+        "log", "sessions", "an acknowledged turn is on disk as token ids, as a whole state, soon after, or at shutdown"
     )
-    snapshot_tokens: int = setting(
-        2048, "sessions", "tokens of turns in the log until the whole state is written too", low=16, high=2**31 - 1
-    )
+    snapshot_tokens: int = setting(2048, "sessions", "tokens in the log until a whole state follows", low=16, high=2**31 - 1)
     snapshot_mib_s: float = setting(
-        0.0, "sessions", "whole states written in the background, MiB a second; 0 = a quarter of what the disk takes",
-        low=0, high=1_048_576,
-    )  # fmt: skip
+        0.0,
+        "sessions",
+        "whole states written in the background, MiB a second; 0 = a quarter of what the disk takes",
+        low=0,
+        high=65536,
+    )
     relaxed_seconds: float = setting(1.0, "sessions", "longest time until a relaxed turn is on disk", low=0.01, high=3600)
-    l1_sessions: int | None = setting(
-        None, "sessions", "sessions kept in device memory; default: what fits into --l1-mib", low=1, high=1_048_576
-    )
-    l2_sessions: int | None = setting(
-        None, "sessions", "sessions kept in host memory; default: what fits into --l2-mib", low=0, high=1_048_576
-    )
-    l1_mib: int | None = setting(
-        None, "sessions", "device memory for sessions, MiB; default: half of what is left; on a CPU less",
-        low=1, high=1_048_576,
-    )  # fmt: skip
-    l2_mib: int | None = setting(
-        None, "sessions", "host memory for sessions, MiB; default: a quarter of what is free, 64 GiB at most; on a CPU less",
-        low=0, high=1_048_576,
-    )  # fmt: skip
+    l1_sessions: int | None = setting(None, "sessions", "sessions in device memory; default: what fits", low=1, high=1_048_576)
+    l2_sessions: int | None = setting(None, "sessions", "sessions in host memory; default: what fits", low=0, high=1_048_576)
+    l1_mib: int | None = setting(None, "sessions", "device memory for them, MiB; default: see docs/", low=1, high=1_048_576)
+    l2_mib: int | None = setting(None, "sessions", "host memory for them, MiB; default: see docs/", low=0, high=1_048_576)
     session_versions: int = setting(2, "sessions", "states of a session that are kept, to rewind to", low=1, high=1000)
     session_wait_seconds: float = setting(30.0, "sessions", "wait for a busy session until 409", low=0, high=3600)
     session_waiting: int = setting(64, "sessions", "turns that may wait for one session", low=0, high=65536)

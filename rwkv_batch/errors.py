@@ -118,6 +118,10 @@ class StorageFailed(RwkvBatchError):
     status, kind, code = 507, "server_error", "storage_failed"
 
 
+class StorageFull(StorageFailed):
+    """There is no room for it, on the disk or in what the file may take."""
+
+
 class EngineFailed(RwkvBatchError):
     """A step failed, or a row's logits were not finite; the request's result is lost, the server goes on."""
 

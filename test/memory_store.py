@@ -55,6 +55,9 @@ class MemoryStore:
     def ids(self, namespace: str, names: list[str]) -> list[int]:
         return [self._records[namespace, name][0].session for name in names if (namespace, name) in self._records]
 
+    def oldest(self, limit: int) -> list[Key]:
+        return sorted(self._records, key=lambda key: self._records[key][-1].updated)[:limit]
+
     def kept_versions(self, namespace: str, name: str) -> list[int]:
         return [record.version for record in reversed(self._records.get((namespace, name), []))]
 

@@ -360,6 +360,30 @@ def test_a_full_disk_fails_turns_and_loses_nothing(path):
             assert pool.ids(name) == ids
 
 
+def test_a_file_of_limited_size_drops_the_oldest_idle_sessions_if_asked_to(path):
+    ids = tuple(range(8000))
+    with LogPool(path, max_pages=80, drops_oldest=True, snapshot_tokens=2**30) as pool:
+        running = pool.lease("used", key="k")
+        pool.say("idle", (1,))
+        pool.say("read", (2,))
+        reading = pool.lease("read", keep=False)
+        for number in range(100):
+            assert pool.say(f"t{number}", ids).version == 1
+        assert take(pool.say_later(running, (7,))).version == 1
+        assert pool.ids("idle") is None
+        assert pool.ids("t0") is None
+        assert pool.ids("t99") == ids
+        reading.release()
+        dropped = pool.pool.stats()["state_dropped_sessions_total"]
+        assert dropped > 20
+        assert pool.order(Status()).total == 103 - dropped
+        assert path.stat().st_size <= 80 * 16384
+        pool.crash()
+    with LogPool(path) as pool:
+        assert pool.ids("t99") == ids
+        assert pool.ids("used") == (7,)
+
+
 def test_a_disk_that_takes_no_snapshot_fails_no_turn(path, monkeypatch, caplog):
     with LogPool(path, snapshot_tokens=16) as pool:
 

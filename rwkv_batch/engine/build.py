@@ -143,6 +143,7 @@ def build_sessions(config: Config, weights: weights_module.Weights, levels: dict
         replay_seconds=config.replay_seconds,
         response_seconds=config.response_ttl_hours * 3600,
         max_responses=config.max_responses,
+        max_bytes=int(config.state_db_gib * 2**30) if config.state_db_gib is not None else None,
     )
     return StatePool(
         database,
@@ -156,6 +157,7 @@ def build_sessions(config: Config, weights: weights_module.Weights, levels: dict
         **levels,
         wait_seconds=config.session_wait_seconds,
         max_waiting=config.session_waiting,
+        drops_oldest=config.drop_oldest_sessions,
     )
 
 

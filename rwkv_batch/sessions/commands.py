@@ -101,7 +101,7 @@ class SessionCommands:
         namespace, responses = command.namespace, command.responses
         l1, l2 = self._in_memory(namespace, responses)
         names = [resident.key[1] for resident in (*l1, *l2)]
-        ids = self._store.ids(namespace, names)
+        ids = self._ids([*l1, *l2])
         num_db = self._store.count(namespace, responses=responses) - len(ids)
         counts = {"total": len(names) + num_db, "l1": len(l1), "l2": len(l2), "db": num_db}
         entries = [*(_entry(resident, "l1") for resident in l1), *(_entry(resident, "l2") for resident in l2)]
@@ -140,6 +140,16 @@ class SessionCommands:
             leaving = [resident for resident in tiers.leaving.values() if resident.due is not None]
             l2 = [resident for resident in (*tiers.l2.sessions.values(), *leaving) if is_wanted(resident)]
         return l1, l2
+
+    def _ids(self, residents: list[ResidentSession]) -> list[int]:
+        """The ids of those of these sessions that are in the store."""
+        ids = []
+        for resident in residents:
+            found = [resident.id] if resident.id is not None else self._store.ids(resident.key[0], [resident.key[1]])
+            if found and found[0] > 0:  # else it is rwkv_lightning's, until it is adopted
+                resident.id = found[0]
+            ids += found
+        return ids
 
     def _one(self, namespace: str, name: str, entries: list[Entry]) -> list[Entry]:
         """The session's entry with its versions."""

@@ -14,6 +14,7 @@ from rwkv_batch.errors import Conflict, EngineFailed, InvalidRequest, RwkvBatchE
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.session_messages import CommitResult
 from rwkv_batch.sessions.leases import Lease, LeaseManager, digest_of
+from rwkv_batch.sessions.room import Room
 from rwkv_batch.sessions.shared import GROUP_BYTES, Commit, Shared, is_number
 from rwkv_batch.sessions.state_file import StateFile, Stored, other_model
 from rwkv_batch.sessions.store import NewVersion, Record, Replay, SessionStore, Source, SourceLost
@@ -76,8 +77,9 @@ class StateReader:
         """Read a version from disk."""
         snapshot, ids = self.read_state(record)
         return ResidentSession(
-            key, record.version, snapshot, record.newlines, record.updated, ids, lag=len(ids), response=bool(record.response)
-        )
+            key, record.version, snapshot, record.newlines, record.updated, ids, lag=len(ids), response=bool(record.response),
+            id=record.session,
+        )  # fmt: skip
 
     def read_state(self, record: Record) -> tuple[Snapshot | None, list[int]]:
         """Return a whole state on disk, None for the empty one, and the ids that lead from it to that of a version."""
@@ -113,11 +115,21 @@ class StateReader:
 class StateWriter:
     """Saves the states of turns that ended, at once or when they are due."""
 
-    def __init__(self, shared: Shared, leases: LeaseManager, store: SessionStore, file: StateFile, *, relaxed_seconds: float):
+    def __init__(
+        self,
+        shared: Shared,
+        leases: LeaseManager,
+        store: SessionStore,
+        file: StateFile,
+        room: Room,
+        *,
+        relaxed_seconds: float,
+    ):
         self._shared = shared
         self._leases = leases
         self._store = store
         self._file = file
+        self._room = room
         self._relaxed_seconds = relaxed_seconds
         self._logs = shared.durability == "log"
         self._at_once = shared.durability in ("log", "turn")
@@ -171,6 +183,8 @@ class StateWriter:
         resident = ResidentSession(
             key, version, job.snapshot, job.newlines, time.time(), job.ids, lag, job.written, node=node, response=response
         )
+        if lease.resident is not None and key == lease.resident.key:
+            resident.id = lease.resident.id
         if session.key is not None:
             answer = msgspec.structs.replace(job.answer, kept=self._result(resident, replayed=True))
             replay = Replay(session.key, digest_of(lease.request), msgspec.msgpack.encode(answer), self._store.now())
@@ -227,7 +241,7 @@ class StateWriter:
 
     def _write(self, versions: Callable[[], list[NewVersion]]) -> None:
         try:
-            self._store.write(versions())
+            self._room.for_(lambda: self._store.write(versions()))
         except (RwkvBatchError, SourceLost):
             raise
         except Exception as error:  # such as a device that is gone

@@ -204,6 +204,11 @@ class LeaseManager:
         """Whether a turn that will replace the session's state runs or waits."""
         return key in self.turns
 
+    def in_use(self) -> set[Key]:
+        """The sessions that somebody uses, or waits for."""
+        used = {lease.key for lease in (*self.granted, *self.unanswered.values())}
+        return used | {lease.target for lease in self.granted} | self.turns.keys()
+
     def found(self, lease: Lease, resident: ResidentSession | None, replay: Replay | None) -> None:
         """The session was looked for on disk: give the lease, unless nobody wants it any more."""
         with self.lock:

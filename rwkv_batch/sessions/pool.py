@@ -35,6 +35,7 @@ from rwkv_batch.session_messages import Deleted, Page, SessionCommand
 from rwkv_batch.sessions.commands import SessionCommands
 from rwkv_batch.sessions.disk import StateReader, StateWriter
 from rwkv_batch.sessions.leases import Lease, LeaseManager
+from rwkv_batch.sessions.room import Room
 from rwkv_batch.sessions.shared import ComputeState, Durability, Execute, Shared
 from rwkv_batch.sessions.snapshots import SnapshotWriter
 from rwkv_batch.sessions.state_file import StateFile
@@ -60,6 +61,7 @@ class StatePool:
     finish_seconds     how long `close` may write snapshots
     l1_…, l2_…         most sessions and bytes of the two levels
     wait_seconds       how long a turn waits for the one before it, and `max_waiting` how many may
+    drops_oldest       whether the sessions used longest ago go where the store has no room
     Its methods may be called from any thread and do not wait; callbacks must be quick.
     """
 
@@ -80,6 +82,7 @@ class StatePool:
         l2_bytes: int = 2**32,
         wait_seconds: float = 30.0,
         max_waiting: int = 64,
+        drops_oldest: bool = False,
     ):
         def is_expired(resident: ResidentSession) -> bool:
             return resident.response and resident.updated <= store.now() - store.response_seconds
@@ -90,10 +93,11 @@ class StatePool:
         tiers = Tiers(Level(l1_sessions, l1_bytes), Level(l2_sessions, l2_bytes), is_expired)
         self.shared = Shared(tiers, Copies(device), durability, snapshot_tokens=snapshot_tokens)
         self.leases = LeaseManager(self.shared, store, wait_seconds=wait_seconds, max_waiting=max_waiting)
-        writer = StateWriter(self.shared, self.leases, store, file, relaxed_seconds=relaxed_seconds)
+        room = Room(self.shared, self.leases, store, drops=drops_oldest)
+        writer = StateWriter(self.shared, self.leases, store, file, room, relaxed_seconds=relaxed_seconds)
         reader = StateReader(self.shared, self.leases, store, file, writer)
         self.commands = SessionCommands(self.shared, self.leases, store, file, reader, writer)
-        snapshots = SnapshotWriter(self.shared, store, file, bytes_per_second=snapshot_rate)
+        snapshots = SnapshotWriter(self.shared, store, file, room, bytes_per_second=snapshot_rate)
         self._thread = StorageThread(
             self.shared, self.leases, store, reader, writer, snapshots, self.commands, finish_seconds=finish_seconds
         )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TOTALS = (
     "state_commits_total", "state_commit_seconds_total", "state_commit_failures_total", "state_snapshots_total",
+    "state_dropped_sessions_total",
     "state_loads_l1_total", "state_loads_l2_total", "state_loads_db_total",
 )  # fmt: skip
 Durability = Literal["log", "turn", "relaxed", "shutdown"]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rwkv_batch.errors import RwkvBatchError
+from rwkv_batch.sessions.room import Room
 from rwkv_batch.sessions.shared import Shared
 from rwkv_batch.sessions.state_file import StateFile, Stored
 from rwkv_batch.sessions.store import SessionStore, Source
@@ -20,7 +21,7 @@ log = logging.getLogger("rwkv_batch.session_messages")
 
 REST = 3  # without a rate, the disk rests so many times as long as a piece took
 URGENT = 8  # times the lag at which a snapshot is wanted: from there on nothing rests
-RETRY_SECONDS = 1.0  # after the disk took none
+RETRY_SECONDS = 10.0  # after the disk took none
 
 
 @dataclass
@@ -37,10 +38,11 @@ class SnapshotWriter:
     bytes_per_second  how much it writes at most; None: a share of what the disk takes
     """
 
-    def __init__(self, shared: Shared, store: SessionStore, file: StateFile, *, bytes_per_second: float | None):
+    def __init__(self, shared: Shared, store: SessionStore, file: StateFile, room: Room, *, bytes_per_second: float | None):
         self._shared = shared
         self._store = store
         self._file = file
+        self._room = room
         self._bytes_per_second = bytes_per_second
         self._draft: Draft | None = None
         self._next_time = 0.0
@@ -94,7 +96,7 @@ class SnapshotWriter:
             return 0
         piece = next(self._draft.pieces, None)
         if piece is not None:
-            self._store.add_to_draft(piece)
+            self._room.for_(lambda: self._store.add_to_draft(piece))
             return len(piece)
         resident, self._draft = self._draft.resident, None
         namespace, name = resident.key
@@ -121,5 +123,5 @@ class SnapshotWriter:
             log.error("session %r is not written whole: its state is not finite", resident.key[1])
             return None
         host = shared.copies.to_host(snapshot, arrived)
-        self._store.begin_draft()
+        self._room.for_(self._store.begin_draft)
         return Draft(resident, self._file.encode(Stored(host, resident.newlines)))

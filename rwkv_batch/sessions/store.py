@@ -105,8 +105,8 @@ class SessionStore(Protocol):
 
     replay_seconds    how long answers are kept for their idempotency keys
     response_seconds  how long the states of responses are kept
-    Every method but `now` and `close` raises StorageFailed when the store does not work and Unavailable when another server has
-    it; those that read one session raise Unprocessable when what is said of it is damaged.
+    Every method but `now` and `close` raises StorageFailed when the store does not work, StorageFull when it has no room, and
+    Unavailable when another server has it; those that read one session raise Unprocessable when what is said of it is damaged.
     """
 
     replay_seconds: float
@@ -136,6 +136,9 @@ class SessionStore(Protocol):
 
     def ids(self, namespace: str, names: list[str]) -> list[int]:
         """Return the ids of those of these sessions that exist."""
+
+    def oldest(self, limit: int) -> list[tuple[str, str]]:
+        """Return namespace and name of the sessions and responses that were used longest ago, the oldest first."""
 
     def kept_versions(self, namespace: str, name: str) -> list[int]:
         """Return the versions of a session that can be rewound to, newest first."""

@@ -28,6 +28,7 @@ class ResidentSession:
     replays   answers for idempotency keys that go to disk with it, each with its session as the request named it
     node      of a new node: the dialogue and the number
     response  whether it is the state of an answer of the Responses API
+    id        the session's in the store, None where it was not asked for
     """
 
     key: Key
@@ -42,6 +43,7 @@ class ResidentSession:
     replays: list[tuple[str, Replay]] = field(default_factory=list)
     node: tuple[str, int] | None = None
     response: bool = False
+    id: int | None = None
 
     @property
     def tokens(self) -> int:

@@ -144,6 +144,13 @@ class SessionCatalog:
         ours = [row[0] for name in names for row in self.file.rows(query, (namespace, name))]
         return ours + self._reference.ids(namespace, names)
 
+    def oldest(self, limit: int) -> list[tuple[str, str]]:
+        """Return namespace and name of the sessions and responses that were used longest ago."""
+        namespaces = [row[0] for row in self.file.rows("SELECT namespace FROM kept_counts", ())]
+        query = "SELECT updated, namespace, name FROM kept_sessions WHERE namespace = ? ORDER BY updated LIMIT ?"
+        found = sorted(row for namespace in namespaces for row in self.file.rows(query, (namespace, limit)))
+        return [(namespace, name) for _, namespace, name in found[:limit]]
+
     def kept_versions(self, namespace: str, name: str) -> list[int]:
         """Return the versions of a session that can be rewound to, newest first."""
         query = (

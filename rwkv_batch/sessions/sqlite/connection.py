@@ -12,7 +12,7 @@ from typing import IO
 
 import msgspec
 
-from rwkv_batch.errors import RwkvBatchError, StorageFailed, Unavailable
+from rwkv_batch.errors import RwkvBatchError, StorageFailed, StorageFull, Unavailable
 from rwkv_batch.sessions.sqlite.schema import MIGRATIONS, prepare
 
 log = logging.getLogger("rwkv_batch.sessions.sqlite")
@@ -32,13 +32,15 @@ class DatabaseFile:
     opened     called whenever it has been opened
     schema     of the open file
     read_only  whether the open file cannot be written
-    max_pages  for tests: a disk this full
+    max_bytes  of the file, None = what the disk has room for
+    max_pages  the same in pages, for tests
     """
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path).absolute()
         self.schema = len(MIGRATIONS)
         self.read_only = False
+        self.max_bytes: int | None = None
         self.max_pages: int | None = None
         self.connection: sqlite3.Connection | None = None
         self.opened: Callable[[], None] = lambda: None
@@ -209,8 +211,10 @@ class DatabaseFile:
         self.opened()
         if not self.read_only:
             self.keep_reserve()
-        if self.max_pages is not None:
-            connection.execute(f"PRAGMA max_page_count = {self.max_pages}")
+        page_bytes = connection.execute("PRAGMA page_size").fetchone()[0]
+        max_pages = self.max_pages or (self.max_bytes // page_bytes if self.max_bytes is not None else None)
+        if max_pages is not None:  # a file that has more already does not grow
+            connection.execute(f"PRAGMA max_page_count = {max(1, max_pages)}")
         log.info(
             "sessions in %s: SQLite %s, journal %s, pages of %d KiB, %d sessions%s",
             self.path, sqlite3.sqlite_version, *connection.execute("PRAGMA journal_mode").fetchone(),
@@ -224,4 +228,6 @@ class DatabaseFile:
         log.error("cannot %s %s: %s", what, self.path, error)
         damaged = not isinstance(error, (sqlite3.OperationalError, OSError))
         advice = "; move it away or give another file with --state-db" if damaged else ""
-        return StorageFailed(f"cannot {what} the session file {self.path.name}: {error}{advice}")
+        is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        kind = StorageFull if is_full else StorageFailed
+        return kind(f"cannot {what} the session file {self.path.name}: {error}{advice}")

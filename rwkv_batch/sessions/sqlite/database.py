@@ -42,6 +42,7 @@ class SessionDatabase(SessionCatalog):
     versions          of a session that are kept
     replay_seconds    how long answers are kept for their idempotency keys
     response_seconds  how long the states of responses are kept, and `max_responses` how many of them in each namespace
+    max_bytes         of the file, beside its write-ahead log; None = what the disk has room for
     Every method raises StorageFailed when the file cannot be read or written, Unavailable when another server has it, and those
     that read one session Unprocessable when what is said of it is damaged.
     """
@@ -54,8 +55,10 @@ class SessionDatabase(SessionCatalog):
         replay_seconds: float = 600.0,
         response_seconds: float = 30 * 86400.0,
         max_responses: int = 1000,
+        max_bytes: int | None = None,
     ):
         super().__init__(DatabaseFile(path), replay_seconds=replay_seconds, response_seconds=response_seconds)
+        self.file.max_bytes = max_bytes
         self.versions = versions
         self.max_responses = max_responses
         self._to_clear = False
