@@ -12,6 +12,7 @@ from test_openai_adapter import BYTES, CONFIG, payloads, request_of, step, text_
 
 from routes import ROUTES
 from routes.llamacpp.answers import LlamaFormatter
+from routes.llamacpp.bounds import Bounds
 from routes.llamacpp.completion import props
 from routes.llamacpp.schemas import CompletionRequest, InfillRequest, LlamaCompletion
 from routes.mistral import FimCompletionBody, FimFormatter
@@ -30,7 +31,7 @@ FILLED = fill_in("def f():\n    ", "\n    return x\n")
 def context_of() -> SimpleNamespace:
     info = EngineInfo(model="m", fingerprint="f" * 32, slots=7)
     app = SimpleNamespace(client=SimpleNamespace(info=info), tokenizer=BYTES)
-    return SimpleNamespace(id="id", app=app, config=CONFIG, model_name="m", form="openai", began=0.0)
+    return SimpleNamespace(id="id", app=app, config=CONFIG, model_name="m", form="openai", began=0.0, ticket=None)
 
 
 def infill(**fields) -> Request:
@@ -227,6 +228,52 @@ def test_a_stream_that_fails_never_stops_well():
     for last in (Failure.of("r", EngineFailed("broken")), step([], [Finish(0, "error", 3, 1, "broken")])):
         (event,) = payloads(answer_to(stream=True).chunks(last))
         assert "broken" in event["error"]["message"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("text", "min_indent", "wanted"),
+    [
+        ("a\n    b\nc\nd", 4, "a\n    b\n"),
+        ("a\n    b\n  c", 4, "a\n    b\n  "),
+        ("    a\n\nb", 2, "    a\n"),
+        ("a\n\tb\n  c", 1, "a\n\tb\n  c"),
+        ("a\nb\n", 0, "a\nb\n"),
+        ("a\n    ", 9, "a\n    "),
+    ],
+)
+def test_a_text_ends_where_a_line_is_indented_less(size, text, min_indent, wanted):
+    bounds, shown = Bounds(min_indent, 0), ""
+    for place in range(0, len(text), size):
+        piece, ended = bounds.feed(text[place : place + size], 1e9)
+        shown += piece
+        if ended:
+            break
+    assert shown == wanted
+    assert ended == (shown != text)
+
+
+def test_a_text_ends_at_a_newline_when_its_time_is_over():
+    bounds = Bounds(0, 1.0)
+    assert bounds.feed("a\nb", 0.9) == ("a\nb", False)
+    assert bounds.feed("c", 1.1) == ("c", False)
+    assert bounds.feed("d\ne", 1.2) == ("d\n", True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_an_editor_does_not_want_is_cancelled(stream):
+    formatter = answer_to(n_indent=4, stream=stream)
+    cancelled = []
+    formatter.context.ticket = SimpleNamespace(cancel=lambda: cancelled.append(True))
+    call = formatter.chunks if stream else formatter.document
+    first = call(step([Delta(0, "a\n", 2)]))
+    last = call(step([Delta(0, "b", 1), Delta(0, "c", 1)]))
+    assert cancelled == [True]
+    assert call(step([Delta(0, "d", 1)], [Finish(0, "length", 3, 5)])) is None, "nothing follows the end"
+    results = payloads(first + last) if stream else [json.loads(last)]
+    assert "".join(result["content"] for result in results) == "a\n"
+    assert (results[-1]["stop"], results[-1]["stop_type"], results[-1]["tokens_predicted"]) == (True, "limit", 3)
+    assert results[-1]["has_new_line"]
 
 
 def test_props():

@@ -3,13 +3,16 @@
 import json
 from typing import Any
 
+import msgspec
+
 from routes.http.context import RequestContext
 from routes.http.replies import error_document
+from routes.llamacpp.bounds import Bounds
 from routes.llamacpp.schemas import LlamaBody, LlamaCompletion
 from routes.openai.answers import CompletionFormatter
 from routes.timed import Timings
 from rwkv_batch.errors import RwkvBatchError
-from rwkv_batch.request import Delta, Event, Failure, Finish, Request
+from rwkv_batch.request import Delta, Event, Failure, Finish, Progress, Request
 from rwkv_batch.text.prompts import FIM_MARK
 
 compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # an editor's pattern has no place for blanks
@@ -25,13 +28,39 @@ class LlamaFormatter(CompletionFormatter):
         self.context_tokens = context.config.max_prompt_tokens
         self.counts = [0] * self.num_choices
         self.has_newline = [False] * self.num_choices
+        self.context = context
+        self.bounds = Bounds(sent.n_indent, sent.t_max_predict_ms / 1e3) if self.num_choices == 1 else None
+        self._over = False  # the editor wants no more
+
+    def _bounded(self, event: Event) -> Event | None:
+        """An event, up to where the editor wants no more; there the rest is cancelled, and nothing follows."""
+        if self._over:
+            return None
+        self.timings.note(event)
+        if isinstance(event, Failure):
+            return event
+        deltas = []
+        for delta in event.deltas:
+            self.counts[delta.index] += delta.tokens
+            text = delta.text
+            if self.bounds is not None:
+                text, self._over = self.bounds.feed(delta.text, self.timings.generation)
+            self.has_newline[delta.index] |= "\n" in text
+            deltas.append(msgspec.structs.replace(delta, text=text))
+            if self._over:
+                break
+        if not self._over:
+            return Progress(event.request_id, deltas, event.finishes, event.scores)
+        if not event.finishes and self.context.ticket is not None:
+            self.context.ticket.cancel()
+        return Progress(event.request_id, deltas, [Finish(0, "length", self.num_prompt, self.counts[0])], event.scores)
 
     # --- a document ---
 
     def document(self, event: Event) -> Any:
         """See Formatter."""
-        self.timings.note(event)
-        return super().document(event)
+        wanted = self._bounded(event)
+        return super().document(wanted) if wanted is not None else None
 
     def _written(self) -> bytes:
         results = [self._result(self.finishes[index], "".join(self.texts[index])) for index in range(self.num_choices)]
@@ -41,7 +70,9 @@ class LlamaFormatter(CompletionFormatter):
 
     def chunks(self, event: Event) -> bytes | None:
         """Take one event; return what is sent for it. Nothing but the last result says that it ends."""
-        self.timings.note(event)
+        event = self._bounded(event)
+        if event is None:
+            return None
         if isinstance(event, Failure):
             return self._failed(event.exception()).encode()
         out = [self.delta_chunk(delta) for delta in event.deltas]
@@ -55,8 +86,6 @@ class LlamaFormatter(CompletionFormatter):
     def delta_chunk(self, delta: Delta) -> str:
         """See Formatter."""
         self.num_tokens += delta.tokens
-        self.counts[delta.index] += delta.tokens
-        self.has_newline[delta.index] |= "\n" in delta.text
         if not delta.text or self.sent.warms_up:
             return ""
         num_prompt = len(self.request.prompts[delta.index // self.num_copies])
@@ -90,7 +119,7 @@ class LlamaFormatter(CompletionFormatter):
             "tokens_predicted": num_written,
             "tokens_evaluated": finish.prompt_tokens,
             "generation_settings": self._settings(),
-            "has_new_line": "\n" in text or self.has_newline[finish.index],
+            "has_new_line": self.has_newline[finish.index],
             "truncated": False,
             "stop_type": "limit" if finish.reason == "length" or warms_up else "word" if by_word else "eos",
             "stopping_word": by_word or "",

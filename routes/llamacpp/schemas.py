@@ -1,7 +1,7 @@
 """llama.cpp's bodies, and the completions in OpenAI's form that they become.
 
-Samplers that are not there are refused. In which order they act (`samplers`), when their time is over (`t_max_predict_ms`) and
-the like is left to this server, since editors send all of that with every request.
+Samplers that are not there are refused. In which order they act (`samplers`), how long a prompt may take and the like is left
+to this server, since editors send all of that with every request.
 """
 
 from typing import Annotated, Any, ClassVar
@@ -46,6 +46,8 @@ class LlamaBody(Body):
     n_predict: int = Field(MAX_TOKENS, ge=NO_LIMIT, le=MAX_ID)
     n_cmpl: int = Field(1, ge=1, le=MAX_ID)
     n_probs: int = Field(0, ge=0, le=MAX_ID)
+    n_indent: int = Field(0, ge=0, le=MAX_ID)
+    t_max_predict_ms: float = Field(0.0, le=1e9)
     seed: int | None = None
     repeat_penalty: float | None = None
     cache_prompt: bool = True
