@@ -35,6 +35,26 @@ CHATS = [
         "min_tokens": 2,
     },
 ]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA, "strict": True}
+CALLED = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a":"b"}'}}
+CHATS += [
+    {
+        "messages": [
+            *MESSAGES,
+            {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+            {"role": "tool", "content": "c"},
+        ],
+        "tools": [{"type": "function", "function": FUNCTION}, {"type": "web_search"}],
+        "tool_choice": {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+        },
+        "parallel_tool_calls": False,
+        "max_tokens": 4,
+    },
+    {"messages": MESSAGES, "functions": [FUNCTION], "function_call": {"name": "f"}, "max_tokens": 9, "stream": True},
+]
 COMPLETIONS = [
     {"prompt": ["Once", "upon"], "max_tokens": 3, "echo": True, "logprobs": 2, "n": 2, "stop": ["\n"], "suffix": None},
     {"prompt": [[1, 2, 3], [4]], "max_tokens": 0, "echo": True, "logprobs": 1},
@@ -44,13 +64,23 @@ RESPONSES = [
     {"input": "Hello", "max_output_tokens": 4, "instructions": "be nice", "store": True, "metadata": {"a": "b"}},
     {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}], "stream": True, "max_output_tokens": 4},
     {"input": "a", "previous_response_id": "resp_none", "reasoning": {"effort": "low"}, "max_output_tokens": 4},
+    {
+        "input": [
+            {"role": "user", "content": "x"},
+            {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "call_1", "output": "y"},
+            {"type": "reasoning", "summary": []},
+        ],
+        "tools": [{"type": "function", **FUNCTION}, {"type": "custom", "name": "g", "format": {"type": "text"}}],
+        "tool_choice": "required",
+        "max_output_tokens": 9,
+    },
 ]
 TOLD = [
     {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
     {"role": "assistant", "content": [{"type": "thinking", "thinking": "x", "signature": "s"}, {"type": "text", "text": "y"}]},
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "z"}]}]},
 ]
-SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 USES = {"tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}], "tool_choice": {"type": "tool", "name": "f"}}
 MESSAGE = {"messages": TOLD, "max_tokens": 4, "system": [{"type": "text", "text": "be nice"}], "stop_sequences": ["a"]}
 INFILL = {
