@@ -63,6 +63,11 @@ def test_tools_and_calls_in_the_input():
     assert following == "User: Function output:\ndone\n\nAssistant:", "the state has seen the tools"
 
 
+def test_an_answer_with_tools_may_be_as_long_as_a_chats():
+    for fields, right in (({}, 4096), ({"max_output_tokens": 5}, 5), ({"max_tokens": 6}, 6)):
+        assert to_request(ResponseBody, {"input": "hi", "tools": TOOLS, **fields}).max_tokens == right
+
+
 def test_a_thought_is_asked_for_by_effort():
     assert prompt(input="hi", reasoning={"effort": "medium", "summary": "auto"}).endswith("User: hi\n\nAssistant: <think")
     assert prompt(input="hi", reasoning={"effort": "low"}).endswith("User: hi (think a bit)\n\nAssistant: <think")

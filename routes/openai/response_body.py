@@ -19,6 +19,7 @@ from rwkv_batch.text.prompts import Turn
 
 PREFIX = "resp"
 MAX_METADATA = 16  # as OpenAI allows
+TOOL_TOKENS = 4096  # the most that an answer with tools has unless the request says it: as many as a chat's
 
 CALLS = ("function_call", "custom_tool_call")  # items of the input that the model said
 OUTPUTS = ("function_call_output", "custom_tool_call_output")  # and what it was told then
@@ -90,9 +91,11 @@ class ResponseBody(GenerationBody, Prompted):
 
     @model_validator(mode="after")
     def take_output_limit(self) -> "ResponseBody":
-        """`max_output_tokens` is what responses call `max_tokens`."""
+        """`max_output_tokens` is what responses call `max_tokens`. An agent, which often sends neither, may write a file."""
         if self.max_output_tokens is not None:
             self.max_tokens = self.max_output_tokens
+        elif self.tools and "max_tokens" not in self.model_fields_set:
+            self.max_tokens = TOOL_TOKENS
         return self
 
     @property
