@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(DENSE ? MIN_THREADS : MAX_THREADS, DENSE ? DEN
             row.template summarize<false>(LOG2E / temperature, weigh, allowed);
         }
         row.sync();
-        if (sh.controls.min_p_depth < INFINITY) row.apply_min_p();
+        if (sh.controls.min_p_depth < INFINITY) apply_min_p(row);
     }
 
     int column = -1;

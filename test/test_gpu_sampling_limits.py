@@ -213,16 +213,16 @@ class Multiples:
         self._taken, self._ready = False, not self.waits
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_masked_rows_draw_inside_captured_steps(waits):
-    """Prompts and decode steps of an engine: none is launched kernel by kernel, and plain rows have the ids they have alone."""
+@pytest.mark.parametrize(("late", "waits"), [(False, False), (False, True), (True, False)])
+def test_masked_rows_draw_inside_captured_steps(late, waits):
+    """Or in front of their next one: no step of an engine is launched kernel by kernel, and plain rows have their ids alone."""
     engine = engine_of("768", 8, [8])
     assert isinstance(engine.sampler.masks, SlotMasks)
     num_columns = len(engine.sampler.ids)
     names = ["plain 1", "masked 1", "plain 2", "masked 2", "masked 3"]
 
     def run(masked: bool) -> tuple[dict[str, list[int]], dict[str, Multiples]]:
-        scheduler = Scheduler(num_slots=8, prefill_budget=64, mixed=False)
+        scheduler = Scheduler(num_slots=8, prefill_budget=64, mixed=False, late_draws=late)
         ids, masks = {name: [] for name in names}, {}
         for number, name in enumerate(names):
             params = unpenalized(top_k=0, top_p=0.9, seed=number, ignore_eos=True)
@@ -234,7 +234,8 @@ def test_masked_rows_draw_inside_captured_steps(waits):
         for _ in range(400):
             plan = scheduler.next_plan()
             step = engine.submit(plan) if plan else None
-            for token in engine.collect(before) if before is not None else []:
+            early = engine.collect(step.early) if step is not None and step.early is not None else []
+            for token in early + (engine.collect(before) if before is not None else []):
                 name = token.sequence.request.id
                 ids[name].append(token.id)
                 if token.sequence.mask is not None:

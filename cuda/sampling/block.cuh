@@ -141,7 +141,7 @@ struct alignas(16) Shared {
     float* penalties;  // null for rows without
     const uint8_t* allowed;  // bit j % 8 of byte j / 8: column j may be sampled; or null: all may
     uint8_t* seen;     // likewise: column j has a repetition penalty; null for rows without
-    float floor;       // smaller values are -inf, see `Row::apply_min_p`
+    float floor;       // smaller values are -inf, see `apply_min_p`
     RowSummary summary;
     Window window;
     union {

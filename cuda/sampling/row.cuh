@@ -279,39 +279,6 @@ struct Row {
         }
     }
 
-    // After `summarize`, which did not `weigh`: values too far below the largest are -inf from now on, in what is left of each part
-    // too; the work of all blocks. A row without a distribution stays as it is.
-    __device__ __noinline__ void apply_min_p() const {
-        Shared& sh = shared();
-        const Controls& controls = sh.controls;
-        const bool weigh = needs_masses(controls.method, controls.top_k < a.num_columns, controls.top_p < INFINITY);
-        const int lane = threadIdx.x % LANES;
-        const uint32_t top = top_key();
-        const float floor = value_of(top) - controls.min_p_depth, scale = LOG2E / controls.temperature;
-        if (threadIdx.x == 0) sh.floor = floor;  // NaN, which no value is below, where the largest is
-        sync();  // all blocks have read the keys
-        const uint32_t lowest = top == BROKEN ? 0u : key_of(floor);
-        Shared* const to = size == 1 ? &sh : remote(&sh, min(lane, size - 1));  // the block that this lane tells
-#pragma unroll 1
-        for (int part = rank * num_warps() + threadIdx.x / LANES; part < num_parts(); part += size * num_warps()) {
-            uint32_t key = sh.part_keys[place_of(part)];
-            float mass = 0;
-            if (key < lowest) {
-                key = key_of(-INFINITY);
-            } else if (weigh && key != BROKEN && key != key_of(-INFINITY)) {
-                float v[8];
-                load(part, v);
-                const Weights weights = weights_below(value_of(key), scale);
-#pragma unroll
-                for (int j = 0; j < 8; j++) mass += weights.of(v[j]);
-                mass = lane_sum(mass) * weights.correction();
-            }
-            __syncwarp();  // all have read the key
-            if (lane < size) to->part_keys[place_of(part)] = key, to->part_masses[place_of(part)] = mass;
-        }
-        sync();
-    }
-
     // The rest is for one warp, unless said otherwise. Part i * LANES + lane of these is the lane's i-th one.
     __device__ __forceinline__ uint32_t top_key() const {
         uint32_t key = 0;
@@ -331,5 +298,39 @@ struct Row {
         return sum;
     }
 };
+
+// After `summarize`, which did not `weigh`: values too far below the largest are -inf from now on, in what is left of each part
+// too; the work of all blocks. A row without a distribution stays as it is. (No method of `Row`, which would then go to memory.)
+template <class R>
+__device__ __noinline__ void apply_min_p(const R row) {
+    Shared& sh = shared();
+    const Controls& controls = sh.controls;
+    const bool weigh = needs_masses(controls.method, controls.top_k < row.a.num_columns, controls.top_p < INFINITY);
+    const int lane = threadIdx.x % LANES;
+    const uint32_t top = row.top_key();
+    const float floor = value_of(top) - controls.min_p_depth, scale = LOG2E / controls.temperature;
+    if (threadIdx.x == 0) sh.floor = floor;  // NaN, which no value is below, where the largest is
+    row.sync();  // all blocks have read the keys
+    const uint32_t lowest = top == BROKEN ? 0u : key_of(floor);
+    Shared* const to = row.size == 1 ? &sh : remote(&sh, min(lane, row.size - 1));  // the block that this lane tells
+#pragma unroll 1
+    for (int part = row.rank * num_warps() + threadIdx.x / LANES; part < row.num_parts(); part += row.size * num_warps()) {
+        uint32_t key = sh.part_keys[row.place_of(part)];
+        float mass = 0;
+        if (key < lowest) {
+            key = key_of(-INFINITY);
+        } else if (weigh && key != BROKEN && key != key_of(-INFINITY)) {
+            float v[8];
+            row.load(part, v);
+            const Weights weights = row.weights_below(value_of(key), scale);
+#pragma unroll
+            for (int j = 0; j < 8; j++) mass += weights.of(v[j]);
+            mass = lane_sum(mass) * weights.correction();
+        }
+        __syncwarp();  // all have read the key
+        if (lane < row.size) to->part_keys[row.place_of(part)] = key, to->part_masses[row.place_of(part)] = mass;
+    }
+    row.sync();
+}
 
 }  // namespace rwkv
