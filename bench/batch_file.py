@@ -53,7 +53,7 @@ def main() -> None:
         engine = run_engine(replace(config, state_db=f"{folder}/sessions.db"), bodies)
     figures = {
         "date": date.today().isoformat(), "rwkv_batch": __version__, **engine.pop("about"), "lines": args.lines,
-        "tokens_a_line": args.tokens, "command": command, "engine": engine,
+        "flags": args.flags,         "tokens_a_line": args.tokens, "command": command, "engine": engine,
         "command_of_engine": command["tok_s"] / engine["tok_s"],
     }  # fmt: skip
     print(json.dumps(figures, indent=1))
