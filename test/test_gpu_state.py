@@ -17,7 +17,7 @@ from rwkv_batch.model.weights import ModelShape
 from rwkv_batch.request import Request
 from rwkv_batch.scheduling.prefix_cache import PrefixCache
 from rwkv_batch.scheduling.scheduler import Scheduler
-from rwkv_batch.session_messages import Session, Status
+from rwkv_batch.session_messages import Export, Session, Status
 from rwkv_batch.sessions.pool import StatePool
 from rwkv_batch.sessions.sqlite.database import SessionDatabase
 from rwkv_batch.sessions.state_file import StateFile
@@ -162,6 +162,34 @@ def test_turns_continue_alike_from_every_level(tmp_path):
         sessions.close()
     assert len(texts) == 1
     assert all(same(state, states[0]) for state in states)
+
+
+def test_a_replayed_state_is_the_kept_one_up_to_rounding(tmp_path):
+    """Nothing but ids is on disk after a crash; they are fed as a prefill."""
+    states, prompt = [], list(range(1, 40))
+    for crash in (False, True):
+        sessions = pool_for(engine_of("768", 16), tmp_path / f"{crash}.db")
+        harness = GpuHarness(sessions)
+        for number in range(4):
+            harness.turn(f"{number}", "s", prompt)
+        if crash:
+            sessions._thread._finish_seconds = 0.0
+            sessions.close()
+            sessions = pool_for(engine_of("768", 16), tmp_path / f"{crash}.db")
+            harness = GpuHarness(sessions)
+        found: queue.SimpleQueue = queue.SimpleQueue()
+        out = tmp_path / f"{crash}.state"
+        sessions.execute(Export(name="s", path=str(out)), found.put)
+        until = time.monotonic() + 60
+        while found.empty():
+            assert time.monotonic() < until
+            harness.worker.step()
+        states.append(sessions.file.decode([out.read_bytes()]).snapshot)
+        sessions.close()
+    kept, replayed = states
+    assert kept.elapsed == replayed.elapsed
+    for one, other in ((kept.wkv, replayed.wkv), (kept.shift, replayed.shift)):
+        assert (one.float() - other.float()).norm() < 1e-2 * one.float().norm()
 
 
 def test_a_cancelled_turn_leaves_the_session_as_it_was(tmp_path):

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from test_state_pool import FILE, Pool, same, snapshot
-from test_turn_log import ids_of, state_after
+from test_turn_log import LogPool, ids_of, state_after
 
 from rwkv_batch.errors import RwkvBatchError, StorageFailed, Unprocessable
 from rwkv_batch.session_messages import Delete, Status
 from rwkv_batch.sessions.sqlite.connection import PAGE_BYTES
 from rwkv_batch.sessions.sqlite.database import SessionDatabase
-from rwkv_batch.sessions.sqlite.schema import APPLICATION_ID, SCHEMA, STATE_SHIFT, TABLES
+from rwkv_batch.sessions.sqlite.schema import APPLICATION_ID, CHECKSUMS, SCHEMA, STATE_SHIFT, TABLES, checksum_of
 from rwkv_batch.sessions.state_file import Stored
 from rwkv_batch.sessions.store import NewVersion, Replay, Source, SourceLost
 
@@ -214,6 +214,32 @@ def test_a_file_without_checksums_is_given_them_and_goes_on(tmp_path):
         assert same(pool.state("resp_mine"), snapshot(31))
         assert pool.order(Delete(name="s")).found
         assert pool.turn("s", snapshot(1)).version == 1
+
+
+def test_a_file_without_a_log_is_given_one_and_goes_on(tmp_path):
+    path = tmp_path / "old.db"
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.create_function("checksum_of", -1, checksum_of, deterministic=True)
+        connection.executescript(SCHEMA + CHECKSUMS + f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = 2;")
+        data = b"".join(bytes(piece) for piece in FILE.encode(Stored(state_after((1, 2, 3)), 1)))
+        connection.execute("INSERT INTO kept_pieces VALUES (?, ?)", (9 << STATE_SHIFT, data))
+        said = (4, 9, 3, 1, len(data), 2e9, None, data[-4:])
+        connection.execute("INSERT INTO kept_sessions VALUES (7, '', 's', 4, 2e9, 0)")
+        connection.execute(
+            "INSERT INTO kept_versions (session, version, state, tokens, newlines, num_bytes, updated, origin, seal, checksum)"
+            " VALUES (7, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (*said, checksum_of("", "s", 7, *said)),
+        )
+    for version in (5, 6):
+        with LogPool(path) as pool:
+            assert pool.say("s", (version,)).version == version
+            pool.crash()
+    with LogPool(path, durability="turn") as pool:
+        assert pool.ids("s") == (1, 2, 3, 5, 6)
+        assert pool.say("s", (7,)).version == 7
+    with LogPool(path) as pool:
+        lease = pool.lease("s")
+        assert (ids_of(lease.initial()), lease.ids) == ((1, 2, 3, 5, 6, 7), [])
 
 
 def test_a_file_without_checksums_can_be_read_where_nothing_can_be_written(tmp_path, monkeypatch):

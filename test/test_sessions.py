@@ -173,6 +173,41 @@ def test_a_turn_ends_only_when_it_is_on_disk_and_holds_up_nobody(path, monkeypat
         assert harness.finishes["turn"][0].session.durable
 
 
+class RunningStep:
+    """The event behind a step that runs until the turn is told of, or for so long."""
+
+    def __init__(self, harness):
+        self.harness = harness
+        self.until = time.monotonic() + 60
+
+    def query(self):
+        return bool(self.harness.finishes["turn"]) or time.monotonic() > self.until
+
+    def synchronize(self):
+        assert self.query(), "the step is waited for although a turn is to be told of"
+
+
+def test_a_turn_that_is_kept_is_told_while_the_next_step_runs(path):
+    with SessionHarness(path, vocab=256) as harness:
+        submit, ends = harness.engine.submit, []
+
+        def slowly(plan):
+            step = submit(plan)
+            if "turn" in harness.texts and harness.worker._num_committing:
+                step.arrived = RunningStep(harness)
+                ends.append(step)
+            return step
+
+        harness.engine.submit = slowly
+        harness.submit("turn", [[1, 2, 3]], session=Session(name="s"), max_tokens=4, chunk_size=1)
+        harness.submit("other", [[1, 2, 3]], max_tokens=40)
+        began = time.monotonic()
+        harness.run()
+        assert ends
+        assert harness.finishes["turn"][0].session.durable
+        assert time.monotonic() - began < 60
+
+
 def test_a_cancelled_turn_leaves_the_session_and_lets_the_next_one_in(path):
     with SessionHarness(path, vocab=256) as harness:
         harness.turn("s", [1, 2, 3], max_tokens=5)

@@ -6,6 +6,7 @@ kept of a session's row is a checkpoint inside the text that was shown and the i
 keep a log; elsewhere the row is finalized, which means brought to exactly that text.
 """
 
+import contextlib
 import logging
 import time
 from collections import defaultdict
@@ -291,6 +292,9 @@ class EngineLoop(ActiveRequests):
             self._end(sequence, self._rows.pop(sequence), reason)
             return
         row.reason = reason
+        if 0 < row.count == sequence.num_sampled:  # no step was planned since: the slot lacks the last id alone
+            with contextlib.suppress(Unavailable):
+                row.add_checkpoint(row.count - 1, self.engine.take(sequence.slot))
         snapshot, ids = row.remainder(self.tokenizer)
         if not ids or row.lease.logs:
             self._commit(sequence, row, snapshot, ids)
