@@ -8,7 +8,7 @@ from routes.http.context import RequestContext
 from routes.http.replies import Response, error_reply
 from routes.offline.answer_file import AnswerFile, answered, unanswered
 from routes.offline.offline_app import OfflineApp
-from routes.offline.progress import Progress
+from routes.offline.progress import ProgressReport
 from routes.offline.request_file import Call, Line, RequestFile, UnusableLine, check_body, read_call
 from rwkv_batch.errors import EngineFailed, Overloaded, RwkvBatchError, Unavailable
 
@@ -23,7 +23,7 @@ TICK_SECONDS = 0.1
 class Pipeline:
     """Has the engine answer what `requests` still has. `stopping` and `aborted` may be set by any thread."""
 
-    def __init__(self, app: OfflineApp, requests: RequestFile, answers: AnswerFile, progress: Progress):
+    def __init__(self, app: OfflineApp, requests: RequestFile, answers: AnswerFile, progress: ProgressReport):
         self.app = app
         self.requests = requests
         self.answers = answers

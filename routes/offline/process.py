@@ -10,7 +10,7 @@ from pathlib import Path
 from routes.offline.answer_file import AnswerFile
 from routes.offline.offline_app import OfflineApp
 from routes.offline.pipeline import Pipeline
-from routes.offline.progress import Progress, say
+from routes.offline.progress import ProgressReport, say
 from routes.offline.request_file import RequestFile
 from rwkv_batch import metrics
 from rwkv_batch.errors import UsageError
@@ -31,7 +31,7 @@ def run(control: Control) -> int:
         with source.open("rb") as file:
             answers = AnswerFile(target)
             requests = RequestFile(file, control.config.max_body_bytes)
-            progress = Progress(os.fstat(file.fileno()).st_size)
+            progress = ProgressReport(os.fstat(file.fileno()).st_size)
             answers.resume(requests)
             progress.resumed(answers)
             code = asyncio.run(answer_all(control, requests, answers, progress))
@@ -45,7 +45,7 @@ def run(control: Control) -> int:
         return EXIT_LOST
 
 
-async def answer_all(control: Control, requests: RequestFile, answers: AnswerFile, progress: Progress) -> int:
+async def answer_all(control: Control, requests: RequestFile, answers: AnswerFile, progress: ProgressReport) -> int:
     """Connect to the engine and run the pipeline; returns the exit code. Raises OSError."""
     client = EngineRouter(
         [EngineClient(address_in(control.folder), heartbeat=control.config.heartbeat, peer_seconds=control.config.peer_seconds)]

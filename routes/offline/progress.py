@@ -13,7 +13,7 @@ BAR = "{percentage:3.0f}% |{bar}| {desc} [{elapsed}, {remaining} left]"
 RECENT_SECONDS = 5.0  # over which the speed is told
 
 
-class Progress:
+class ProgressReport:
     """How far it is. `size`: bytes of IN, the measure of the bar; 0 when that is not known."""
 
     def __init__(self, size: int):
