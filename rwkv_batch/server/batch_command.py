@@ -50,8 +50,9 @@ def answer_file(argv: Sequence[str], environ: Mapping[str, str], program: Sequen
         check_files(*map(Path, files))
         config = begin(from_layers(flags, environ))
         with own_folder() as folder:
-            # No session is kept, and nobody else can fill the queue.
-            config = replace(config, queue=MAX_QUEUE, state_db=str(folder / "sessions.db"))
+            # No session is kept, so none needs memory, and nobody else can fill the queue.
+            without_sessions = {"state_db": str(folder / "sessions.db"), "l1_sessions": 1, "l2_sessions": 0}
+            config = replace(config, queue=MAX_QUEUE, **without_sessions)
             return BatchSupervisor(config, folder, program, files).run()
     except RwkvBatchError as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)
