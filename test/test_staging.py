@@ -9,12 +9,13 @@ from rwkv_batch.engine.decode_graphs import DecodeGraphs
 from rwkv_batch.engine.engine import Engine, _Readback
 from rwkv_batch.engine.engine_loop import EngineLoop
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
-from rwkv_batch.engine.staging import BUFFERS, Staging
+from rwkv_batch.engine.staging import BUFFERS, MaskStaging, Staging
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.request import Request
 from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.session_messages import Session
+from sampling.masks import SlotMasks
 from sampling.reference import ReferenceSampler
 
 CPU = torch.device("cpu")
@@ -86,6 +87,22 @@ def test_a_buffer_is_not_written_before_its_copy_is_done(stream):
         stream.queue.append(lambda count=len(values): arrived.append(target.values[:count].tolist()))
     stream.run(len(stream.queue))
     assert arrived == sent
+
+
+def test_masks_reach_their_slots_however_late(stream):
+    masks = SlotMasks(4, 70, "cpu")
+    staging, arrived = MaskStaging(masks), []
+    masks.memory = DeviceArray(stream, masks.memory)
+    sent = [{slot: torch.full((3,), 10 * i + slot, dtype=torch.int32) for slot in range(i % 5)} for i in range(10)]
+    for some in sent:
+        staging.send(some)
+        assert masks.masked == set(some)
+        lines = [masks.lines, masks.words]
+        stream.queue.append(lambda lines=lines: arrived.append([line.clone() for line in lines]))
+    stream.run(len(stream.queue))
+    for some, (lines, words) in zip(sent, arrived, strict=True):
+        assert [line >= 0 for line in lines.tolist()] == [slot in some for slot in range(4)]
+        assert all(torch.equal(words[lines[slot]], some[slot]) for slot in some)
 
 
 def engine_of(stream, budget):

@@ -75,7 +75,7 @@ class Engine:
         self.num_eager_decodes = 0
         self._thread = 0
         self._decode_rows = PackedRows([], [])  # of the last step if that was all decode: most steps repeat their slots
-        self._masks = MaskStaging(sampler.masks)
+        self._send_masks = MaskStaging(sampler.masks).send if self.device.type == "cuda" else sampler.masks.put
         self._kept: torch.Tensor | None = None  # logits [S, U] of rows that sample in front of their next step
         self._readback = _Readback(state.num_slots, self.device) if self.device.type == "cuda" else None
 
@@ -91,7 +91,7 @@ class Engine:
         if starting:
             self._start(starting)
         if plan.masked or self.sampler.masks.masked:
-            self._masks.send(take_masks(row.sequence for row in rows if row.sample or row.draws))
+            self._send_masks(take_masks(row.sequence for row in rows if row.sample or row.draws))
         early = self._draw([row for row in rows if row.draws])
         step = self._run(rows)
         step.early = early

@@ -47,22 +47,17 @@ class Staging:
 
 
 class MaskStaging:
-    """Pinned buffers that take turns, each as large as the masks of all slots; none where the masks are on the host."""
+    """Pinned buffers that take turns, each as large as the masks of all slots."""
 
     def __init__(self, masks: SlotMasks):
         self._masks = masks
-        pinned = masks.memory.is_cuda
-        self._buffers = [
-            torch.empty(len(masks.memory), dtype=torch.int32, pin_memory=True) for _ in range(MASK_BUFFERS if pinned else 0)
-        ]
+        length, pinned = len(masks.memory), masks.memory.is_cuda
+        self._buffers = [torch.empty(length, dtype=torch.int32, pin_memory=pinned) for _ in range(MASK_BUFFERS)]
         self._copied = [torch.cuda.Event() for _ in self._buffers]
         self._next = 0
 
     def send(self, masks: Mapping[int, Tensor]) -> None:
         """Begin to copy masks by slot to their places; other slots have none. Waits only while all buffers are on their way."""
-        if not self._buffers:
-            self._masks.put(masks)
-            return
         buffer, copied = self._buffers[self._next], self._copied[self._next]
         self._next = (self._next + 1) % MASK_BUFFERS
         copied.synchronize()  # at once where it was never recorded
