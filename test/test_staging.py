@@ -48,6 +48,9 @@ def stream(monkeypatch):
         def synchronize(self):
             stream.run(self.end)
 
+        def query(self):
+            return stream.num_done >= self.end
+
     monkeypatch.setattr(torch.cuda, "Event", Event)
     return stream
 
