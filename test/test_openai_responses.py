@@ -175,6 +175,24 @@ def test_a_custom_tool_gets_text():
     assert names == ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
 
 
+def test_tools_of_a_group_are_called_by_its_name_and_their_own():
+    """Codex has the tools of MCP servers in such groups."""
+    group = {"type": "namespace", "name": "maps", "description": "d", "tools": [WEATHER, {"type": "function", "name": "f"}]}
+    text = list('```json\n{"name":"maps.get_weather","arguments":{}}\n```\n```json\n{"name":"f","arguments":{}}\n```')
+    response, told = answers(text, tools=[WEATHER, group, {"type": "namespace", "name": "none", "tools": [{"type": "mcp"}]}])
+    assert [(call["namespace"], call["name"]) for call in response["output"]] == [("maps", "get_weather"), ("maps", "f")]
+    assert [len(tool.get("tools", "x")) for tool in response["tools"]] == [1, 2, 0]
+    same(response, told)
+    response, told = answers(list(CALL), tools=[WEATHER, group])
+    assert "namespace" not in response["output"][0]
+    with pytest.raises(InvalidRequest) as error:
+        prompt(input="hi", tools=[group, group])
+    assert error.value.param == "tools"
+    with pytest.raises(InvalidRequest) as error:
+        prompt(input="hi", tools=[{**group, "tools": [{"type": "function"}]}])
+    assert error.value.param == "tools[0].tools[0]"
+
+
 def test_a_thought_is_an_item_of_its_own():
     response, told = answers(list(f"> I could {CALL}.</think>\n\nSo I do.\n{CALL}"), reasoning={"effort": "high"})
     assert [item["type"] for item in response["output"]] == ["reasoning", "message", "function_call"]

@@ -11,10 +11,14 @@ from rwkv_batch.text.tool_calls import CallArguments, CallBegan, CallEnded, Piec
 
 @dataclass
 class GatheredCall:
-    """A call that the reply makes. `custom`: it takes a text, which is its one argument. `ended`: it is whole."""
+    """A call that the reply makes. `custom`: it takes a text, which is its one argument. `ended`: it is whole.
+
+    namespace  the group that the tool is in, "" for none
+    """
 
     name: str
     custom: bool
+    namespace: str = ""
     id: str = field(default_factory=lambda: new_id("call"))
     parts: list[str] = field(default_factory=list)
     ended: bool = False
@@ -47,7 +51,7 @@ class GatheredReply:
         """`opened` and `after`: see ToolCallParser."""
         self.texts: list[str] = []
         self.calls: list[GatheredCall] = []
-        self._custom_names = fields.custom_names
+        self._specs = fields.specs
         self._parser = fields.toolbox.parser(opened=opened, after=after) if fields.toolbox else None
 
     @property
@@ -71,7 +75,8 @@ class GatheredReply:
                 case Text(text):
                     self.texts.append(text)
                 case CallBegan(_, name):
-                    self.calls.append(GatheredCall(name, name in self._custom_names))
+                    spec = self._specs[name]
+                    self.calls.append(GatheredCall(spec.name, spec.type == "custom", spec.namespace))
                 case CallArguments(index, text):
                     self.calls[index].parts.append(text)
                 case CallEnded(index):

@@ -46,6 +46,8 @@ class OutputItem:
         head = {"id": self.id, "type": self.kind}
         if self.call is not None:
             called = {**head, "call_id": self.call.id, "name": self.call.name}
+            if self.call.namespace:
+                called["namespace"] = self.call.namespace
             if self.kind == "custom_tool_call":
                 return {**called, "input": self.call.input if begun else ""}
             return {**called, "arguments": self.call.arguments if begun else "", "status": self.status}

@@ -1,6 +1,7 @@
 """The fields by which a request offers tools, and how calls of them stand in messages."""
 
 import re
+from collections import Counter
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from rwkv_batch.text.prompts import Call
 from rwkv_batch.text.tools import Tool, Toolbox
 
 KINDS = ("function", "custom")  # tools of other kinds are run by the server that offers them, and so are dropped here
+GROUP = "namespace"  # a group of tools, which are called by its name and their own
 WORDS = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
 CUSTOM_INPUT = "input"  # the one argument of a custom tool, which takes text
 _NAME = re.compile(r"[^\s\"\\\x00-\x1f]{1,128}")
@@ -29,6 +31,8 @@ class ToolSpec(BaseModel):
     parameters: dict[str, Any] = Field(default_factory=dict)
     strict: bool = False
     format: dict[str, Any] = Field(default_factory=dict)
+    tools: Annotated[list["ToolSpec"], Field(fail_fast=True)] = Field(default_factory=list)  # of a group
+    namespace: str = ""  # the group it is in
 
     @model_validator(mode="before")
     @classmethod
@@ -37,11 +41,13 @@ class ToolSpec(BaseModel):
         if not isinstance(data, dict):
             return data
         kind = data.get("type") or "function"
+        if kind == GROUP:
+            return {key: data[key] for key in ("type", "name", "description", "tools") if data.get(key) is not None}
         if kind not in KINDS:
             return {"type": kind}
         inner = data.get(kind)
         flat = {**data, **inner} if isinstance(inner, dict) else data
-        return {key: value for key, value in flat.items() if value is not None and key in cls.model_fields} | {"type": kind}
+        return {key: value for key, value in flat.items() if value is not None and key in OWN_FIELDS} | {"type": kind}
 
     @model_validator(mode="after")
     def check(self) -> "ToolSpec":
@@ -57,20 +63,29 @@ class ToolSpec(BaseModel):
     def told(self) -> dict[str, Any]:
         """As a response repeats it."""
         head = {"type": self.type, "name": self.name, "description": self.description or None}
+        if self.type == GROUP:
+            return {
+                **head,
+                "description": self.description,
+                "tools": [tool.told() for tool in self.tools if tool.type in KINDS],
+            }
         if self.type == "custom":
             return {**head, "format": self.format or None}
         return {**head, "parameters": self.parameters, "strict": self.strict}
 
-    def tool(self) -> Tool:
-        """As models are told of it; a custom tool takes one text."""
+    def tool(self, name: str) -> Tool:
+        """As models are told of it, by this name; a custom tool takes one text."""
         if self.type == "function":
-            return Tool(self.name, self.description, self.parameters, self.strict)
+            return Tool(name, self.description, self.parameters, self.strict)
         nested = self.format.get("grammar")
         grammar = nested if isinstance(nested, dict) else self.format
         definition = grammar.get("definition")
         lines = [self.description, *([definition] if isinstance(definition, str) else [])]
         schema = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
-        return Tool(self.name, "\n".join(filter(None, lines)), schema)
+        return Tool(name, "\n".join(filter(None, lines)), schema)
+
+
+OWN_FIELDS = ToolSpec.model_fields.keys() - {"tools", "namespace"}
 
 
 class ToolFields(BaseModel):
@@ -89,33 +104,40 @@ class ToolFields(BaseModel):
         return not self.tools and bool(self.functions)
 
     @cached_property
-    def custom_names(self) -> frozenset[str]:
-        """The tools that take text."""
-        return frozenset(spec.name for spec in self.tools if spec.type == "custom")
+    def specs(self) -> dict[str, ToolSpec]:
+        """The tools that count, by the names that models are told: their own, behind that of their group where two are alike.
+
+        Raises InvalidRequest for two of one name.
+        """
+        found: list[ToolSpec] = []
+        for spec in (self.tools or self.functions) if self.rwkv_tool_compat_mode else ():
+            group = [inner.model_copy(update={"namespace": spec.name}) for inner in spec.tools]
+            found += [each for each in (group if spec.type == GROUP else [spec]) if each.type in KINDS]
+        counts = Counter(spec.name for spec in found)
+        named = [f"{spec.namespace}.{spec.name}" if counts[spec.name] > 1 and spec.namespace else spec.name for spec in found]
+        if len(set(named)) < len(named):
+            raise InvalidRequest("tools: two tools have one name", param="tools")
+        return dict(zip(named, found, strict=True))
 
     @cached_property
     def toolbox(self) -> Toolbox:
         """The tools that this answer may call. Raises InvalidRequest for a choice that cannot be."""
         field, given = ("function_call", self.function_call) if self.has_functions else ("tool_choice", self.tool_choice)
-        specs = [spec for spec in self.tools or self.functions if spec.type in KINDS and self.rwkv_tool_compat_mode]
         mode, names = read_choice(given, field)
-        known = {spec.name for spec in specs}
-        if len(known) < len(specs):
-            raise InvalidRequest("tools: two tools have one name", param="tools")
-        if names is not None and not names <= known:
+        if names is not None and not names <= self.specs.keys():
             raise InvalidRequest(f"{field}: no tool of that name is offered", param=field)
-        if mode == "required" and not specs:
+        if mode == "required" and not self.specs:
             raise InvalidRequest(f"{field}: there is no tool to call", param=field)
         if mode == "none":
             return Toolbox()
-        tools = tuple(spec.tool() for spec in specs if names is None or spec.name in names)
+        tools = tuple(spec.tool(name) for name, spec in self.specs.items() if names is None or name in names)
         single = self.parallel_tool_calls is False or self.has_functions
         return Toolbox(tools, mode == "required", limit=1 if single else None, several=self.parallel_tool_calls is True)
 
     @property
     def told_tools(self) -> list[dict[str, Any]]:
         """The tools that count, as a response repeats them."""
-        return [spec.told() for spec in self.tools if spec.type in KINDS]
+        return [spec.told() for spec in self.tools if spec.type in (*KINDS, GROUP)]
 
     @property
     def told_choice(self) -> Any:
@@ -128,7 +150,7 @@ class ToolFields(BaseModel):
     def check_tools(self, config: Config) -> None:
         """Raise InvalidRequest for more tools than the server allows, or a choice among them that cannot be."""
         field = "functions" if self.has_functions else "tools"
-        if len(self.tools or self.functions) > config.max_tools:
+        if max(len(self.tools or self.functions), len(self.specs)) > config.max_tools:
             raise InvalidRequest(f"{field}: at most {config.max_tools}", param=field)
         if self.toolbox and len(self.toolbox.text().encode()) > config.max_tools_bytes:
             raise InvalidRequest(f"{field}: at most {config.max_tools_bytes} bytes of names and schemas", param=field)

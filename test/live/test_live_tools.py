@@ -76,5 +76,5 @@ def test_the_first_request_of_an_agent(scripted_target, path):
     assert last["type"] == "response.completed"
     strictly(Response, last["response"])
     assert last["response"]["output"][0]["content"][0]["text"] == ANSWER
-    offered = [tool["name"] for tool in body["tools"] if tool["type"] == "function"]
+    offered = [tool["name"] for tool in body["tools"] if tool["type"] in ("function", "namespace")]
     assert [tool["name"] for tool in last["response"]["tools"]] == offered, "tools of other kinds are dropped"
