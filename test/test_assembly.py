@@ -149,7 +149,8 @@ def test_sizes_are_what_is_allocated(monkeypatch):
     launcher, _ = make_launcher(monkeypatch)
     sampler = KernelSampler(5, torch.arange(vocab), cpu, launcher.library, max_bias=9)
     padding = 5 * 7 * 4  # what rows of penalties are longer than the view of them
-    own = nbytes(sampler, sampler.controls) - sampler.ids.nbytes
+    on_host = 2 * sampler.ids.nbytes  # a copy, and what the model has too
+    own = nbytes(sampler, sampler.controls) + sampler.masks.memory.nbytes - on_host
     assert KernelSampler.num_bytes(5, vocab, 9) == own + padding
     lora = Lora.of(random_weights(SHAPES["wide ranks"]).layers[1])
     assert Lora.num_bytes(random_weights(SHAPES["wide ranks"]).shape) == lora.down.nbytes + lora.up.nbytes
