@@ -58,9 +58,10 @@ class FrozenProcess:
     def __init__(self, command, *, stdin, **more):
         self.theirs = socket.socket(fileno=os.dup(stdin.fileno()))
         self.sent = []
+        self.returncode = None
 
     def poll(self):
-        return None
+        return self.returncode
 
     def send_signal(self, number):
         self.sent.append(number)
@@ -122,6 +123,14 @@ def test_a_child_that_gives_signs_of_life_lives(supervised, clock):
     run_for(supervised, clock, 4)
     assert http.process.sent == [signal.SIGUSR2]
     assert engine.process.sent == []
+
+
+def test_a_child_that_has_ended_is_not_silent(supervised, clock):
+    """While the engine takes its time to write sessions at the end."""
+    http, _ = supervised.children
+    http.process.returncode = 0
+    run_for(supervised, clock, 15)
+    assert http.process.sent == []
 
 
 def test_a_process_that_starts_has_more_time(supervised, clock):

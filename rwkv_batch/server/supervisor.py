@@ -145,7 +145,8 @@ class Supervisor:
         for child in self.children:
             for report in child.reports():
                 self.hear(child, report)
-            child.wait(seconds)
+            if child.process.returncode is None:  # at the end those that have ended stay until the engine has, too
+                child.wait(seconds)
 
     def start(self, role: str, index: int) -> None:
         """Start one process."""
