@@ -54,7 +54,7 @@ class Life:
 
     def __init__(self, folder: Path, seed: int, durability: str):
         storage.IDLE_SECONDS = 0.005
-        connection.WAL_SOON_BYTES, connection.WAL_BYTES = 400_000, 2_000_000  # so that the log is copied back often
+        connection.WAL_SOON_BYTES, connection.WAL_BYTES = 2_000_000, 8_000_000  # so that the log is copied back often
         connection.RESERVE_BYTES = 2**16
         torch.set_num_threads(1)
         self.folder = folder

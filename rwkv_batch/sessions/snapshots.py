@@ -58,9 +58,9 @@ class SnapshotWriter:
             return
         try:
             num_bytes = self._write_piece()
-        except RwkvBatchError as error:
-            log.warning("a session could not be written whole: %s", error.message)
-            self._draft, self._next_time = None, began + RETRY_SECONDS
+        except Exception as error:
+            self._give_up(error)
+            self._next_time = began + RETRY_SECONDS
             return
         now = time.monotonic()
         self._next_time = now
@@ -76,10 +76,18 @@ class SnapshotWriter:
         try:
             while (self._draft is not None or self._is_wanted()) and time.monotonic() < until:
                 self._write_piece()
-        except RwkvBatchError as error:
-            log.warning("sessions could not be written whole: %s", error.message)
+        except Exception as error:
+            self._give_up(error)
         with shared.lock:
             return len(shared.lagging) + (self._draft is not None)
+
+    def _give_up(self, error: Exception) -> None:
+        """The session in hand is kept as it was, as ids."""
+        self._draft = None
+        if isinstance(error, RwkvBatchError):
+            log.warning("a session could not be written whole: %s", error.message)
+        else:  # such as a device that is gone
+            log.error("a session could not be written whole", exc_info=error)
 
     def _is_wanted(self) -> bool:
         with self._shared.lock:

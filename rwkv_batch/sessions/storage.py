@@ -76,8 +76,8 @@ class StorageThread:
             self._writer.flush_due(time.monotonic())
             self._snapshots.go_on()
             with shared.lock:
-                waiting = len(shared.jobs) > 0
-            self._store.tidy(waiting=waiting, idle=not woken)
+                waiting, resting = len(shared.jobs) > 0, self._snapshots.next_time() < math.inf
+            self._store.tidy(waiting=waiting, idle=not woken and not resting)
             if not woken:
                 with contextlib.suppress(RwkvBatchError):  # logged; there is time for another try
                     self._store.clean_up()
