@@ -163,12 +163,14 @@ class Sequence:
     num_waits      times it waited for a row of another request to feed what their prompts share
     cuts           places in `prompt`, ascending, where a plan must stop, because the state there is wanted
     mask           which tokens may be sampled next (an `engine.token_mask.TokenMask`), None for all
+    forced         ids in `prompt`, not fed yet, that count as sampled, because its grammar allowed nothing else
+    resumed        whether `prompt` goes on with an answer that has begun
     finalizing     whether the row has ended and only its state is brought to the end of the visible text
     """
 
     __slots__ = (
-        "cached", "cuts", "finalizing", "index", "initial", "mask", "num_prefilled", "num_sampled", "num_waits", "prompt",
-        "recalled", "request", "slot",
+        "cached", "cuts", "finalizing", "forced", "index", "initial", "mask", "num_prefilled", "num_sampled",
+        "num_waits", "prompt", "recalled", "request", "resumed", "slot",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int):
@@ -184,6 +186,8 @@ class Sequence:
         self.num_waits = 0
         self.cuts: list[int] = []
         self.mask = None
+        self.forced: list[int] = []
+        self.resumed = False
         self.finalizing = False
 
     def __repr__(self) -> str:

@@ -179,6 +179,18 @@ class Controls:
         for slot in slot_list:
             self.host_step[slot] += 1
 
+    def count(self, slot: int, ids: Sequence[int]) -> None:
+        """Count ids as if they had been sampled in a slot: its next draw has the numbers and the penalties that it had then."""
+        self.step[slot] += len(ids)
+        self.host_step[slot] += len(ids)
+        if self.penalties is not None and self.needs[slot].penalized:
+            penalties = self.penalties[slot]
+            for column in torch.searchsorted(self._host_ids, torch.tensor(ids)).tolist():
+                hit = torch.where(penalties[column] == 0, self.alpha_presence[slot], self.alpha_frequency[slot])
+                penalties.mul_(self.alpha_decay[slot])[column] += hit
+        if self.seen is not None and self.needs[slot].repeated:
+            self.seen[slot] |= self._columns_in(ids).to(self.device)
+
     def _derive(self, params: SamplingParams) -> tuple[dict[str, float], dict[int, float], Needs]:
         """Return the controls that rows with these parameters share, by name, their logit bias by column, and their needs."""
         bias, first_end = self._bias(params), self._first_end(params)
@@ -347,6 +359,9 @@ class Sampler(Protocol):
         prompts: Sequence[Sequence[int]] = (),
     ) -> None:
         """See `Controls.start_many`."""
+
+    def count(self, slot: int, ids: Sequence[int]) -> None:
+        """See `Controls.count`. On a GPU for rows without penalties."""
 
     def sample(self, logits: Tensor, slots: Tensor, slot_list: Sequence[int] | None = None) -> Sampled:
         """Sample one token for each row.

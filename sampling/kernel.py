@@ -149,6 +149,12 @@ class KernelSampler:
             eights = self.controls.seen.index_select(0, index).view(torch.uint8) != 0
             self._touched.index_copy_(0, index, pack(eights))
 
+    def count(self, slot: int, ids: Sequence[int]) -> None:
+        """See `Controls.count`; not for rows with penalties, of which the kernel keeps more than the controls."""
+        if self.needs[slot].penalized:
+            raise ValueError(f"slot {slot} has penalties")
+        self.controls.count(slot, ids)
+
     def sample(self, logits: Tensor, slots: Tensor, slot_list: Sequence[int] | None = None) -> Sampled:
         """Sample one token for each row of `logits` [B, U]; slot -1 = padding, whose row is left alone.
 

@@ -71,6 +71,7 @@ class ReferenceSampler:
         self.masks = SlotMasks(num_slots, len(ids), device)
         self.ids = ids.to(device)
         # Numbers for draws, by step % NUM_AHEAD.
+        self._skipped: set[int] = set()  # slots whose step has moved on without a draw
         self._ahead = torch.zeros(num_slots, NUM_AHEAD, CANDIDATES, 2, dtype=torch.float32, device=device)
 
     def start_many(
@@ -82,6 +83,11 @@ class ReferenceSampler:
     ) -> None:
         """See `Controls.start_many`."""
         self.controls.start_many(slots, params, choices, prompts)
+
+    def count(self, slot: int, ids: Sequence[int]) -> None:
+        """See `Controls.count`."""
+        self.controls.count(slot, ids)
+        self._skipped.add(slot)
 
     def sample(self, logits: Tensor, slots: Tensor, slot_list: Sequence[int] | None = None) -> Sampled:
         """Sample one token for each row of `logits` [B, U]; see `Sampler.sample`."""
@@ -216,16 +222,17 @@ class ReferenceSampler:
         Philox costs the same for one number as for hundreds, so each slot's are made for NUM_AHEAD steps at once.
         """
         steps = [self.controls.host_step[slot] % NUM_AHEAD for slot in slot_list]
-        empty = [row for row, step in enumerate(steps) if step == 0]
+        empty = [row for row, step in enumerate(steps) if step == 0 or slot_list[row] in self._skipped]
+        self._skipped.difference_update(slot_list)
         if empty:
             self._draw_ahead(slots if len(empty) == len(steps) else at(slots, self._index(empty)))
         places = [slot * NUM_AHEAD + step for slot, step in zip(slot_list, steps, strict=True)]
         return at(self._ahead.flatten(0, 1), self._index(places))
 
     def _draw_ahead(self, slots: Tensor) -> None:
-        """Fill the draw numbers of the slots from their present step on."""
+        """Fill the draw numbers of the slots around their present step."""
         later = torch.arange(NUM_AHEAD, device=slots.device)
-        step = at(self.controls.step, slots)[:, None] + later
+        step = (at(self.controls.step, slots) // NUM_AHEAD * NUM_AHEAD)[:, None] + later
         numbers = self._candidate_numbers(slots.repeat_interleave(NUM_AHEAD), step.flatten(), 0)
         self._ahead.index_copy_(0, slots, numbers.view(-1, NUM_AHEAD, CANDIDATES, 2))
 

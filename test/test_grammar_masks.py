@@ -14,6 +14,7 @@ from models import TINY, random_tensors
 from test_worker import GREEDY, Harness
 
 from rwkv_batch.engine.engine import Engine
+from rwkv_batch.engine.row_output import RowOutput
 from rwkv_batch.grammar.masks import Columns, Grammars
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
@@ -35,6 +36,7 @@ PERSON = {
 DRAWN = SamplingParams(temperature=1, top_k=0, top_p=1, seed=5)
 # A number may have any number of digits, of which a random model does not tire by itself.
 WEARY = SamplingParams(temperature=1, top_k=0, top_p=1, seed=5, alpha_presence=0.5, alpha_frequency=0.5, alpha_decay=1)
+HEAVY = SamplingParams(temperature=1, top_k=0, top_p=1, seed=9, alpha_presence=0.7, alpha_frequency=0.3, repetition_penalty=1.1)
 LATE = pytest.mark.parametrize("late", [False, True])
 
 
@@ -146,16 +148,20 @@ def test_plain_rows_run_in_every_step_and_say_the_same(late):
     assert any("masked" in step for step in plain)
 
 
-@LATE
-def test_sessions_logprobs_and_penalties_go_on_working(late):
-    harness = GrammarHarness(late=late)
+def test_sessions_logprobs_and_penalties_go_on_working():
     sampling = SamplingParams(temperature=1, seed=1, alpha_presence=0.5, alpha_frequency=0.5, logprobs=2)
-    (text,), _ = harness.say(of_schema(PERSON, "p"), sampling=sampling, session=Session(name="s"))
-    json.loads(text)
-    elapsed = harness.sessions.states["s"].elapsed
-    assert elapsed == 2 + len(harness.tokenizer.encode(text)) or elapsed > 2
-    (text,), _ = harness.say(None, session=Session(name="s"), max_tokens=4)
-    assert harness.sessions.states["s"].elapsed > elapsed
+    found = []
+    for late in (False, True):
+        harness = GrammarHarness(late=late)
+        for stop_texts in ([], [b"ge"]):
+            (text,), _ = harness.say(
+                of_schema(PERSON, "p"), sampling=sampling, session=Session(name="s"), stop_texts=stop_texts
+            )
+            found.append((text, harness.sessions.states["s"].elapsed))
+            found.append(harness.say(None, sampling=GREEDY, session=Session(name="s"), max_tokens=20))
+    assert found[:4] == found[4:]
+    (text, elapsed), *_ = found
+    assert elapsed == 2 + len(text.encode()), "all of it, and nothing more"
 
 
 def test_a_row_that_samples_late_says_the_same_in_fewer_steps():
@@ -187,6 +193,49 @@ def test_a_row_that_samples_late_says_the_same_in_fewer_steps():
     assert late == soon
     assert (num_late, num_soon) == (late_span, 49) == (50, 49)
     assert soon_span > 90, "every other step is sat out"
+
+
+def test_forced_tokens_are_fed_and_change_nothing(monkeypatch):
+    def run(**fields):
+        harness = GrammarHarness(vocab=65536)
+        fed = []
+        submit = harness.engine.submit
+
+        def note(plan):
+            fed.extend(len(row.ids) or 1 for row in plan.rows)
+            return submit(plan)
+
+        harness.engine.submit = note
+        grammar = of_schema({**PERSON, "properties": {**PERSON["properties"], "mood": {"enum": ["so so", "very good"]}}}, "p")
+        found = harness.say(grammar, sampling=HEAVY, copies=4, **fields), {**harness.worker._totals}
+        return *found, fed
+
+    texts, totals, fed = run()
+    monkeypatch.setattr(RowOutput, "may_be_fed", lambda row: False)
+    plain, plain_totals, plain_fed = run()
+    assert texts == plain
+    assert totals["generation_tokens_total"] == plain_totals["generation_tokens_total"]
+    assert len(fed) < 0.8 * len(plain_fed)
+    assert max(fed) > max(plain_fed) == 2, "the prompt has two tokens"
+
+
+def test_forced_tokens_come_at_once_and_count():
+    harness = GrammarHarness(vocab=65536)
+    constant = Grammar("regex", "[ab]a long text that nobody can choose[cd]", "p")
+    first = Grammar("regex", "a long text that nobody can choose[cd]", "p")
+    for grammar in (constant, first):
+        whole, _ = harness.say(grammar, chunk_size=1)
+        number = len(harness.tokenizer.encode(whole[0]))
+        for max_tokens in range(1, number + 2):
+            (text,), (reason,) = harness.say(grammar, max_tokens=max_tokens)
+            assert whole[0].startswith(text)
+            assert reason == ("length" if text != whole[0] else reason)
+        (text,), (reason,) = harness.say(grammar, stop_texts=[b"that"])
+        assert (text, reason) == (whole[0][: whole[0].index("that")], "stop")
+        assert harness.say(grammar, stop_texts=[b"choosec", b"chosen"])[0][0] in (
+            whole[0],
+            whole[0][: whole[0].index("choosec")],
+        )
 
 
 def test_a_wrong_grammar_fails_its_request_alone():

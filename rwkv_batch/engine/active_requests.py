@@ -1,15 +1,19 @@
 """The requests in progress: their rows, and the ways in which they end."""
 
+import contextlib
 from collections.abc import Callable
 
 import msgspec
 
 from rwkv_batch.engine.admission import Accepted, ActiveRequest, Admission, Committed, Inbox, Owner, Sessions
+from rwkv_batch.engine.engine import Engine
 from rwkv_batch.engine.row_output import Outbox, RowOutput
-from rwkv_batch.errors import EngineFailed, RwkvBatchError
+from rwkv_batch.errors import EngineFailed, RwkvBatchError, Unavailable
 from rwkv_batch.grammar.masks import Grammars
+from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Event, Reason, Sequence
 from rwkv_batch.scheduling.scheduler import Scheduler
+from rwkv_batch.text.tokenizer import Tokenizer
 
 
 class ActiveRequests(Admission):
@@ -20,14 +24,18 @@ class ActiveRequests(Admission):
 
     def __init__(
         self,
+        engine: Engine,
         scheduler: Scheduler,
+        tokenizer: Tokenizer,
         deliver: Callable[[dict[Owner, list[Event]]], None],
         sessions: Sessions | None,
         grammars: Grammars | None,
         queue: int,
     ):
         super().__init__(sessions, grammars, queue)
+        self.engine = engine
         self.scheduler = scheduler
+        self.tokenizer = tokenizer
         self.deliver = deliver
         self._active: dict[str, ActiveRequest] = {}
         self._rows: dict[Sequence, RowOutput] = {}
@@ -82,6 +90,52 @@ class ActiveRequests(Admission):
         row.active.num_open -= 1
         if row.active.num_open == 0:
             del self._active[row.active.request.id]
+
+    def _complete(self, sequence: Sequence, row: RowOutput) -> None:
+        """The row's text is all that its grammar allows."""
+        row.undelivered += row.detokenizer.finish()
+        self._ended(sequence, row, "stop")
+
+    def _ended(self, sequence: Sequence, row: RowOutput, reason: Reason) -> None:
+        """The row's text is complete; its state is not yet, when it is kept."""
+        if row.lease is None:
+            self.scheduler.finish(sequence)
+            self._end(sequence, self._rows.pop(sequence), reason)
+            return
+        row.reason = reason
+        late = sequence.mask is not None and self.scheduler.late_draws  # its slot may have the last id already
+        if 0 < row.count == sequence.num_sampled and not late:  # no step was planned since: the slot lacks the last id alone
+            with contextlib.suppress(Unavailable):
+                row.add_checkpoint(row.count - 1, self.engine.take(sequence.slot))
+        snapshot, ids = row.remainder(self.tokenizer)
+        if not ids or row.lease.logs:
+            self._commit(sequence, row, snapshot, ids)
+            return
+        self.engine.put(sequence.slot, snapshot)
+        row.checkpoints.clear()
+        self.scheduler.finalize(sequence, ids)
+
+    def _commit(self, sequence: Sequence, row: RowOutput, snapshot: Snapshot, ids: list[int]) -> None:
+        """Give the state away to be kept, which `ids` lead to. The text is delivered now, its end when the state is kept."""
+        newlines = row.newlines(self.tokenizer)
+        self.scheduler.finish(sequence)
+        del self._rows[sequence]
+        self._outbox.add_rest(sequence, row, row.reason)
+        finish = row.finish(sequence, row.reason)
+        self._num_committing += 1
+        try:
+            row.lease.commit(
+                snapshot,
+                newlines,
+                row.answer(finish),
+                lambda kept: self._tell(Committed(row.active, finish, kept)),
+                ids=ids,
+                turn=row.turn(self.tokenizer),
+            )
+        except Exception:
+            self._num_committing -= 1
+            row.lease.release()
+            raise
 
     def _fail_all(self) -> None:
         """Tell every caller, also those whose requests are still in the inbox; what ended before the error has ended."""

@@ -127,7 +127,7 @@ class Accepted(NamedTuple):
 
 
 class Masked(NamedTuple):
-    """Rows whose grammars allow nothing more."""
+    """Rows whose grammars leave no choice: there is one way to go on, or none."""
 
     masks: list[GrammarMask]
 

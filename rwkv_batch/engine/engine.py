@@ -92,6 +92,10 @@ class Engine:
             self._start(starting)
         if plan.masked or self.sampler.masks.masked:
             self._send_masks(take_masks(row.sequence for row in rows if row.sample or row.draws))
+        for row in rows:
+            if row.sequence.forced and row.ids:
+                self.sampler.count(row.sequence.slot, row.sequence.forced)
+                row.sequence.forced = []
         early = self._draw([row for row in rows if row.draws])
         step = self._run(rows)
         step.early = early

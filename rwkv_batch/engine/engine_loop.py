@@ -6,20 +6,19 @@ kept of a session's row is a checkpoint inside the text that was shown and the i
 keep a log; elsewhere the row is finalized, which means brought to exactly that text.
 """
 
-import contextlib
 import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
 
 from rwkv_batch.engine.active_requests import ActiveRequests
-from rwkv_batch.engine.admission import Accepted, ActiveRequest, Cancel, CancelOwner, Committed, Masked, Owner, Sessions
+from rwkv_batch.engine.admission import Accepted, ActiveRequest, Cancel, CancelOwner, Masked, Owner, Sessions
 from rwkv_batch.engine.engine import Engine, Step
-from rwkv_batch.engine.row_output import RowOutput, again, rows_of
+from rwkv_batch.engine.row_output import RowOutput, again, begin_forced, rows_of
 from rwkv_batch.errors import Conflict, EngineFailed, InvalidRequest, RwkvBatchError, Unavailable
 from rwkv_batch.grammar.masks import GrammarMask, Grammars
 from rwkv_batch.model.state import Snapshot
-from rwkv_batch.request import Event, PromptScore, Reason, Request, Sequence, TokenLogprob
+from rwkv_batch.request import Event, PromptScore, Request, Sequence, TokenLogprob
 from rwkv_batch.scheduling.plan import Plan, Row
 from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.text.tokenizer import Tokenizer
@@ -54,12 +53,10 @@ class EngineLoop(ActiveRequests):
         grammars: Grammars | None = None,
         queue: int = 512,
     ):
-        super().__init__(scheduler, deliver, sessions, grammars, queue)
+        super().__init__(engine, scheduler, tokenizer, deliver, sessions, grammars, queue)
         if grammars is not None:
             grammars.notify = lambda masks: self._inbox.put(Masked(masks) if masks else None)
         self.info = None  # what the outside is told about the engine; set by whoever puts it together
-        self.engine = engine
-        self.tokenizer = tokenizer
         self.last_step = time.monotonic()
         self.lost_sessions = 0  # that could not be written at the end; known when `run` has returned
         self._step: Step | None = None  # submitted, not read
@@ -183,6 +180,11 @@ class EngineLoop(ActiveRequests):
             self.scheduler.cancel(request.id)
             self._refuse(accepted, told(request, error))
             return
+        if accepted.masks is not None and (self.scheduler.mixed or not request.sampling.penalized):
+            for sequence, row in rows.items():
+                if row.may_be_fed() and not sequence.mask.complete:
+                    begin_forced(sequence, row, self.tokenizer.token_bytes)
+                    self._totals["generation_tokens_total"] += row.count
         self._active[request.id] = active
         self._rows |= rows
         if lease is not None:
@@ -270,7 +272,7 @@ class EngineLoop(ActiveRequests):
             self._outbox.add_delta(sequence, row)
 
     def _masked(self, masks: list[GrammarMask]) -> None:
-        """The grammars of rows allow nothing more."""
+        """The grammars of rows leave no choice."""
         for mask in masks:
             row = self._rows.get(mask.sequence)
             if row is None or row.reason is not None:
@@ -279,51 +281,22 @@ class EngineLoop(ActiveRequests):
                 self._fail(row.active, EngineFailed(f"the grammar cannot be followed: {mask.error}", code="grammar_failed"))
             elif mask.ended:
                 self._complete(mask.sequence, row)
+            elif self.scheduler.mixed and row.may_be_fed():
+                self._feed_forced(mask.sequence, row)
 
-    def _complete(self, sequence: Sequence, row: RowOutput) -> None:
-        """The row's text is all that its grammar allows."""
-        row.undelivered += row.detokenizer.finish()
-        self._ended(sequence, row, "stop")
-
-    def _ended(self, sequence: Sequence, row: RowOutput, reason: Reason) -> None:
-        """The row's text is complete; its state is not yet, when it is kept."""
-        if row.lease is None:
-            self.scheduler.finish(sequence)
-            self._end(sequence, self._rows.pop(sequence), reason)
-            return
-        row.reason = reason
-        if 0 < row.count == sequence.num_sampled:  # no step was planned since: the slot lacks the last id alone
-            with contextlib.suppress(Unavailable):
-                row.add_checkpoint(row.count - 1, self.engine.take(sequence.slot))
-        snapshot, ids = row.remainder(self.tokenizer)
-        if not ids or row.lease.logs:
-            self._commit(sequence, row, snapshot, ids)
-            return
-        self.engine.put(sequence.slot, snapshot)
-        row.checkpoints.clear()
-        self.scheduler.finalize(sequence, ids)
-
-    def _commit(self, sequence: Sequence, row: RowOutput, snapshot: Snapshot, ids: list[int]) -> None:
-        """Give the state away to be kept, which `ids` lead to. The text is delivered now, its end when the state is kept."""
-        newlines = row.newlines(self.tokenizer)
-        self.scheduler.finish(sequence)
-        del self._rows[sequence]
-        self._outbox.add_rest(sequence, row, row.reason)
-        finish = row.finish(sequence, row.reason)
-        self._num_committing += 1
-        try:
-            row.lease.commit(
-                snapshot,
-                newlines,
-                row.answer(finish),
-                lambda kept: self._tell(Committed(row.active, finish, kept)),
-                ids=ids,
-                turn=row.turn(self.tokenizer),
-            )
-        except Exception:
-            self._num_committing -= 1
-            row.lease.release()
-            raise
+    def _feed_forced(self, sequence: Sequence, row: RowOutput) -> None:
+        """What a row must say is fed as a prompt is, and not drawn token by token."""
+        last, request = sequence.mask.last, sequence.request
+        ids = sequence.mask.take_forced(request.max_tokens - row.count)
+        self._totals["generation_tokens_total"] += len(ids)
+        if any(row.feed(id, None) for id in ids):
+            self._ended(sequence, row, "stop")
+        elif ids and sequence.mask.ended:
+            self._complete(sequence, row)
+        elif ids:
+            self.scheduler.feed_forced(sequence, last, ids)
+            if row.undelivered and 0 < request.chunk_size <= row.num_undelivered:
+                self._outbox.add_delta(sequence, row)
 
     def _add_scores(self, sequence: Sequence, tokens: list[TokenLogprob]) -> None:
         """Pass on how likely a piece of a prompt was; a row that samples nothing ends with the last piece."""
@@ -350,7 +323,7 @@ def stats_of(scheduler: Scheduler) -> dict[str, int | float]:
 def keep_prefix(engine: Engine, scheduler: Scheduler, sequence: Sequence) -> None:
     """A part of a prompt is fed: others may start from the state there."""
     prefixes = scheduler.prefixes
-    if prefixes is not None and not sequence.finalizing:
+    if prefixes is not None and not (sequence.finalizing or sequence.resumed):
         followers = prefixes.fed(sequence, lambda: take_prefix(engine, sequence.slot))
         if followers:
             scheduler.resume(followers)

@@ -63,6 +63,11 @@ class RowOutput:
             self.detokenizer.arm(stops_of(tuple(request.stop_ids), tuple(request.stop_texts)))
         return stopped
 
+    def may_be_fed(self) -> bool:
+        """Whether ids may be fed to the row as if it had sampled them: nobody asks how likely each was, or for the state."""
+        request = self.active.request
+        return self.lease is None and request.sampling.logprobs is None and request.prompt_logprobs is None
+
     def add_checkpoint(self, num_generated: int, snapshot: Snapshot) -> None:
         """Keep the state after `num_generated` generated ids, and the last one before it that may still be needed."""
         newest = self.checkpoints[-1:]
@@ -195,6 +200,21 @@ def rows_of(
             mask.sequence = sequence
         rows[sequence] = RowOutput(active, IncrementalDetokenizer(tokenizer.token_bytes, stops), kept, prompt)
     return rows
+
+
+def begin_forced(sequence: Sequence, row: RowOutput, token_bytes: list[bytes | None]) -> None:
+    """Feed what a row must say first behind its prompt, if no stop is in it."""
+    request = sequence.request
+
+    def is_no_stop(ids: list[int]) -> bool:
+        data = b"".join(token_bytes[id] for id in ids)
+        return set(ids).isdisjoint(request.stop_ids) and not any(text in data for text in request.stop_texts)
+
+    ids = sequence.mask.take_forced(request.max_tokens, is_no_stop)
+    for id in ids:
+        row.feed(id, None)
+    sequence.prompt = [*sequence.prompt, *ids]
+    sequence.forced, sequence.num_sampled = ids, len(ids)
 
 
 def separated(prompt: list[int], newlines: int, tokenizer: Tokenizer) -> list[int]:

@@ -6,6 +6,7 @@ Python's lock. Where the grammar leaves one text only, the tokens of that text a
 each, so the row runs in every step until there is something to choose again.
 """
 
+import itertools
 import logging
 import os
 import queue
@@ -81,6 +82,7 @@ class GrammarMask:
         self._told = told
         self._coming: deque[int | Tensor] = deque()  # forced ids, and behind them the columns among which there is a choice
         self._taken: deque[int | None] = deque()  # the forced ids, or None, of draws whose ids were not read
+        self.last = 0  # the id that was drawn last
 
     @property
     def ended(self) -> bool:
@@ -102,8 +104,22 @@ class GrammarMask:
 
     def accept(self, id: int) -> None:
         """See TokenMask. What may follow comes after the next `Grammars.flush`."""
+        self.last = id
         if self._taken.popleft() is None:
             self._told.append((self, id))
+
+    def take_forced(self, limit: int, may_feed: Callable[[list[int]], bool] = bool) -> list[int]:
+        """Return the ids that must come next, to be fed and not drawn: two or more, fewer than `limit`; none while draws run.
+
+        may_feed  asked with the ids; False: they are left to be drawn
+        """
+        forced = list(itertools.takewhile(lambda item: isinstance(item, int), self._coming))
+        if self._taken or not 2 <= len(forced) < limit or not may_feed(forced):
+            return []
+        for _ in forced:
+            self._coming.popleft()
+        self.last = forced[-1]
+        return forced
 
     def add(self, *items: int | Tensor) -> None:
         """What may be sampled behind what is known."""
@@ -122,7 +138,8 @@ class Grammars:
     """The grammars of an engine. Its threads start with the first one.
 
     output_ids  the ids that can be drawn, by column
-    notify      called in another thread when masks are ready, with those whose rows have come to their ends or have failed
+    notify      called in another thread when masks are ready, with those whose rows must say something, have come to their ends
+                or have failed
     """
 
     def __init__(self, tokenizer: Tokenizer, output_ids: Sequence[int]):
@@ -228,9 +245,11 @@ class Grammars:
 
             self._executor = LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2)))
         self._executor.consume_token_par([(mask.matcher, id) for mask, id in batch])
-        ended, choosing = [], []
+        ended, choosing, forced = [], [], []
         for mask, _ in batch:
-            mask.add(*forced_tokens(mask.matcher))
+            if ids := forced_tokens(mask.matcher):
+                mask.add(*ids)
+                forced.append(mask)
             (ended if mask.matcher.is_stopped() else choosing).append(mask)
         for mask, allowed in zip(choosing, self._allowed([mask.matcher for mask in choosing]), strict=True):
             if mask.matcher.is_stopped() or only_end(allowed):
@@ -240,7 +259,7 @@ class Grammars:
         for mask in ended:
             mask.error = failure(mask.matcher)
             mask.complete = True
-        self.notify(ended)
+        self.notify([*forced, *(mask for mask in ended if mask not in forced)])
 
     def _allowed(self, matchers: list["LLMatcher"]) -> np.ndarray:
         """Return which ids may come next, for each matcher, as words of bits [B, id_words] int32."""

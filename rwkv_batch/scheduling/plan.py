@@ -201,5 +201,5 @@ def _prompt_row(sequence: Sequence, start: int) -> Row:
         sequence=sequence,
         ids=sequence.prompt[start : sequence.num_prefilled],
         sample=complete and sequence.request.max_tokens > 0 and not sequence.finalizing,
-        start=start == sequence.cached and not sequence.finalizing,
+        start=start == sequence.cached and not (sequence.finalizing or sequence.resumed),
     )

@@ -134,6 +134,18 @@ class Scheduler:
         elif not batch.running and not batch.waiting:
             del self._batches[request_id]
 
+    def feed_forced(self, sequence: Sequence, last: int, ids: list[int]) -> None:
+        """Feed a running row `ids` as if it had sampled them behind the `last` one, and have it sample behind them.
+
+        It is in no plan that was not read.
+        """
+        del self._decoding[sequence]
+        sequence.resumed = True
+        sequence.prompt, sequence.num_prefilled, sequence.cuts = [last, *ids], 0, []
+        sequence.forced = ids
+        sequence.num_sampled += len(ids)
+        self._prompts.add(sequence)
+
     def finalize(self, sequence: Sequence, ids: list[int]) -> None:
         """Stop a running row and feed it `ids` without sampling; it keeps its slot until `finish`."""
         self._decoding.pop(sequence, None)
@@ -179,17 +191,17 @@ class Scheduler:
 
     def _may_begin(self, sequence: Sequence) -> bool:
         """Whether a row is to be fed now, from the best state there is, and need not wait for one that is being fed."""
-        return self.prefixes is None or self.prefixes.begin(sequence, self._prompts.is_next)
+        return self.prefixes is None or sequence.resumed or self.prefixes.begin(sequence, self._prompts.is_next)
 
     def _feed_prompts(self) -> list[Row]:
         """Return the next chunks of prompts; rows that sample with it decode from the next plan on."""
         rows = self._prompts.take(self.busy_budget if self._decoding else None)
         for row in rows:
             if row.sample:
-                row.sequence.num_sampled = 1
+                row.sequence.num_sampled += 1
                 if row.sequence.mask is not None:
                     self._masked.add(row.sequence)
-                if row.sequence.request.max_tokens > 1:
+                if row.sequence.num_sampled < row.sequence.request.max_tokens:
                     late = self.late_draws and row.sequence.mask is not None
                     self._decoding[row.sequence] = Row(row.sequence, ids=[], sample=not late, keeps=late)
         return rows
