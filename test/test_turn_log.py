@@ -3,6 +3,7 @@
 import contextlib
 import os
 import queue
+import random
 import sqlite3
 import tempfile
 import threading
@@ -224,6 +225,31 @@ def test_each_rewind_goes_one_turn_further_back_over_snapshots(path):
             assert pool.ids("s") == tuple(number for number in range(left) for _ in range(7))
         with pytest.raises(NotFound):
             pool.order(Rewind(name="s"))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_versions_that_go_at_once_leave_nothing_behind(path, seed):
+    """Some of them lead to others, some are whole; each leaves the file once."""
+    rng = random.Random(seed)
+    with LogPool(path, versions=40, snapshot_tokens=2**30) as pool:
+        for name in ("s", "t"):
+            for number in range(12):
+                if rng.random() < 0.3:
+                    pool.turn(name, state_after((number,)))
+                else:
+                    pool.say(name, (number,) * 3)
+                if rng.random() < 0.3:
+                    pool.order(Rewind(name=name, version=rng.randrange(1, number + 2)))
+            pool.order(Fork(name=name, copies=[f"copy of {name}"]))
+        expected = {name: pool.ids(name) for name in ("s", "t")}
+        pool.crash()
+    with LogPool(path, versions=1) as pool:
+        assert pool.say("s", (99,)).version > 12
+        assert pool.ids("s") == (*expected["s"], 99)
+        assert pool.order(Delete(name="t")).found
+        assert pool.ids("copy of t") == expected["t"]
+        pool.crash()
+    check_tables(path)
 
 
 def test_nodes_and_new_sessions_go_on_from_what_others_hold(path):
@@ -543,6 +569,7 @@ def check_tables(path: Path) -> None:
         spare = {row[0] for row in connection.execute("SELECT state FROM kept_spare")}
         assert not used & spare
         assert not whole & turns.keys()
+        assert not spare & turns.keys()
         assert whole | turns.keys() | spare == used | spare
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 

@@ -123,7 +123,7 @@ def rebase_turn(connection: sqlite3.Connection, turn: Turn, base: Kept, ids: Seq
         "UPDATE kept_turns SET base = ?, base_seal = ?, ids = ?, checksum = ? WHERE state = ?",
         (new.base, new.base_seal, new.ids, checksum_of(*new), new.state),
     )
-    return let_go(connection, turn.base)
+    return let_go(connection, {turn.base})
 
 
 def set_version(connection: sqlite3.Connection, new: NewVersion, kept: Kept, origin: int | None, max_versions: int) -> None:
@@ -159,7 +159,7 @@ def drop_versions(connection: sqlite3.Connection, session: int, up_to: int) -> l
     where = "session = ? AND version <= ?"
     states = connection.execute(f"SELECT state FROM kept_versions WHERE {where}", (session, up_to)).fetchall()
     connection.execute(f"DELETE FROM kept_versions WHERE {where}", (session, up_to))
-    return [whole for (state,) in set(states) for whole in let_go(connection, state)]
+    return let_go(connection, {state for (state,) in states})
 
 
 def drop_session(connection: sqlite3.Connection, session: int) -> list[int]:
@@ -169,16 +169,22 @@ def drop_session(connection: sqlite3.Connection, session: int) -> list[int]:
     return states
 
 
-def let_go(connection: sqlite3.Connection, state: int) -> list[int]:
-    """One that named this state does not any more: delete the turns that only led there; return the whole state behind them,
-    if nobody needs it either."""
-    while state and not is_used(connection, state):
+def let_go(connection: sqlite3.Connection, states: set[int]) -> list[int]:
+    """Those that named these states do not any more: delete the turns that only led there; return the whole states that
+    nobody needs either."""
+    waiting, whole = sorted(states - {0}), set()
+    while waiting:
+        state = waiting.pop()
+        if is_used(connection, state):
+            continue
         turn = connection.execute("SELECT base FROM kept_turns WHERE state = ?", (state,)).fetchone()
         if turn is None:
-            return [state]
+            whole.add(state)
+            continue
         connection.execute("DELETE FROM kept_turns WHERE state = ?", (state,))
-        state = turn[0]
-    return []
+        if turn[0] and turn[0] not in waiting:
+            waiting.append(turn[0])
+    return sorted(whole)
 
 
 def is_used(connection: sqlite3.Connection, state: int) -> bool:
