@@ -107,15 +107,18 @@ class Engine:
             return None
         slots = [row.sequence.slot for row in rows]
         slot_tensor = torch.tensor(slots).to(self.device, non_blocking=True)
-        sampled = self.sampler.sample(self._kept.index_select(0, slot_tensor), slot_tensor, slots)
+        logits = self._kept.index_select(0, slot_tensor)[:, : len(self.sampler.ids)]
+        sampled = self.sampler.sample(logits, slot_tensor, slots)
         self.state.last_ids[slot_tensor] = sampled.ids
         return self._step([row.sequence for row in rows], sampled)
 
     def _keep(self, rows: list[Row], logits: torch.Tensor) -> None:
         """Keep the logits [B, U] of rows until they are sampled."""
-        if self._kept is None:
-            self._kept = torch.empty(self.state.num_slots, logits.shape[1], dtype=logits.dtype, device=self.device)
-        self._kept[torch.tensor([row.sequence.slot for row in rows]).to(self.device, non_blocking=True)] = logits
+        num_columns = logits.shape[1]
+        if self._kept is None:  # lines of whole 32 bytes, which samplers read faster
+            self._kept = torch.empty(self.state.num_slots, -(-num_columns // 16) * 16, dtype=logits.dtype, device=self.device)
+        slots = torch.tensor([row.sequence.slot for row in rows]).to(self.device, non_blocking=True)
+        self._kept[:, :num_columns].index_copy_(0, slots, logits)
 
     def _run(self, rows: list[Row]) -> Step:
         decoding = not any(row.ids for row in rows)

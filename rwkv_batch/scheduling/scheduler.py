@@ -74,7 +74,8 @@ class Scheduler:
     @property
     def awaits_masks(self) -> bool:
         """Whether rows could run in the next plan if their masks were ready."""
-        return any(not sequence.mask.ready() and sequence in self._decoding for sequence in self._masked)
+        rows = (self._decoding[sequence] for sequence in self._masked if sequence in self._decoding)
+        return any(row.keeps == row.draws and not row.sequence.mask.ready() for row in rows)
 
     def add(self, request: Request) -> list[Sequence]:
         """Queue all rows of `request` and return them in order; ValueError if its id is live or a prompt is empty."""
