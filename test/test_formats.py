@@ -1,9 +1,13 @@
 """The fields that say what an answer must look like, and the grammar that each becomes."""
 
+import contextlib
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from routes.formats import FormatFields
 from routes.openai.response_body import ResponseBody
 from routes.openai.schemas import ChatBody, CompletionBody, read
 from rwkv_batch.config import Config
@@ -101,3 +105,23 @@ def test_the_request_carries_the_grammar():
         body = read(kind, {**fields, "guided_regex": "a+", "n": 2})
         request = body.to_request(body.checked_texts(Config()), "r", Config(), lambda text: [1])
         assert (request.grammar, request.copies) == (Grammar("regex", "a+", "guided_regex"), 2)
+
+
+KEYS = st.sampled_from(
+    ["type", "json_schema", "schema", "strict", "json", "json_object", "regex", "choice", "grammar", "x-guidance", "properties",
+     "items", "enum", "const", "anyOf", "$ref", "$defs", "pattern", "minLength", "required", "format", "name"]
+)  # fmt: skip
+LEAVES = st.none() | st.booleans() | st.integers() | st.text(max_size=6) | st.sampled_from(["text", "object", "json_object"])
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12
+)
+
+
+@given(st.sampled_from(sorted(FormatFields.model_fields)), VALUES)
+@settings(max_examples=150, deadline=None)
+def test_anything_is_a_grammar_or_refused(name, value):
+    with contextlib.suppress(InvalidRequest):
+        found = wanted(**{name: value})
+        assert found is None or (found.kind in ("json_schema", "regex", "lark") and found.param.startswith(name))
+    with contextlib.suppress(InvalidRequest):
+        read(ResponseBody, {"input": "a", "text": {"format": value}}).wanted_grammar()

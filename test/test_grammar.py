@@ -1,9 +1,12 @@
 """Grammars of requests: their limits, and the processes in which bad ones hurt nobody."""
 
+import contextlib
 import json
 import time
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, NotInstalled, Overloaded
@@ -15,6 +18,31 @@ from rwkv_batch.text.grammar import Grammar
 def exponential(count: int) -> str:
     """A schema that takes for ever to compile."""
     return json.dumps({"type": "string", "allOf": [{"pattern": f".*a.{{{number}}}"} for number in range(10, 10 + count)]})
+
+
+def schemas() -> st.SearchStrategy:
+    """Schemas, right ones and wrong ones."""
+    types = st.sampled_from(["object", "array", "string", "integer", "number", "boolean", "null", "foo"])
+    names = st.sampled_from(["a", "b", "$ref", "é"])
+    numbers = st.sampled_from([-1, 0, 3, 10**9, 1e300, 0.1])
+    texts = st.sampled_from(["a+", "(a|b)*c", "[", "(a+)+$", ".*a.{20}", "date", "ipv4", "#", "#/$defs/a", "\x00"])
+
+    def inner(schema: st.SearchStrategy) -> st.SearchStrategy:
+        return st.fixed_dictionaries(
+            {},
+            optional={
+                "type": types | st.lists(types, max_size=3), "properties": st.dictionaries(names, schema, max_size=3),
+                "required": st.lists(names, max_size=2), "items": schema, "prefixItems": st.lists(schema, max_size=2),
+                "anyOf": st.lists(schema, max_size=3), "allOf": st.lists(schema, max_size=3),
+                "oneOf": st.lists(schema, max_size=2),
+                "additionalProperties": schema | st.booleans(), "patternProperties": st.dictionaries(texts, schema, max_size=2),
+                "minItems": numbers, "maxLength": numbers, "minimum": numbers, "multipleOf": numbers, "pattern": texts,
+                "format": texts, "$ref": texts, "$defs": st.dictionaries(names, schema, max_size=2), "not": schema,
+                "enum": st.lists(numbers | texts, max_size=3), "const": numbers | texts,
+            },
+        )  # fmt: skip
+
+    return st.recursive(inner(st.booleans()), inner, max_leaves=8)
 
 
 def bad_grammars() -> list[tuple[str, str, str]]:
@@ -103,6 +131,15 @@ def test_good_grammars_pass_beside_hostile_ones(checker):
     ):
         checker.check(asked)
         assert checker.passed(asked)
+
+
+@given(schemas())
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_schema_passes_or_is_refused_in_time(checker, schema):
+    began = time.monotonic()
+    with contextlib.suppress(InvalidRequest):
+        checker.check(grammar.of_schema(schema, "p"))
+    assert time.monotonic() - began < 30, "it is the limit of a second and what a busy machine adds"
 
 
 def test_a_process_that_was_ended_is_replaced(checker):

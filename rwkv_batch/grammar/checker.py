@@ -81,38 +81,43 @@ class Checker:
         started = time.monotonic()
         if started - asked > PATIENCE * self.seconds:
             raise Overloaded("other grammars are being compiled", param=grammar.param, code="grammars_waiting")
-        for _ in range(2):  # an idle process may have been ended from outside
-            process = self._process()
+        is_new = False
+        while not is_new and time.monotonic() - started < self.seconds:  # one that waited may have been ended from outside
+            process, is_new = self._process()
+            started = time.monotonic()
             try:
                 write_frame(process.stdin, msgspec.msgpack.encode(grammar))
                 data = read_frame(process.stdout)  # it ends itself in time
             except OSError:
                 data = None
             if data is not None:
-                with self._lock:
-                    self._idle.append(process)
+                self._put_back(process)
                 return msgspec.msgpack.decode(data)
-            took = time.monotonic() - started
             _end(process)
-            if took >= self.seconds:
-                threading.Thread(target=self._replace, daemon=True).start()
-                break
+        threading.Thread(target=self._replace, daemon=True).start()
         log.info("a grammar of %d bytes could not be compiled in time", len(grammar.source))
         return f"{grammar.param}: compiling takes more than {self.seconds:g} s or too much memory"
 
     def _replace(self) -> None:
         """Have a process ready for the next grammar."""
         with contextlib.suppress(Unavailable):
-            process = self._start()
-            with self._lock:
-                self._idle.append(process)
+            self._put_back(self._start())
 
-    def _process(self) -> subprocess.Popen:
-        """Return one that waits, a new one if there is none."""
+    def _put_back(self, process: subprocess.Popen) -> None:
+        """A process waits for the next grammar, where not enough others do."""
+        with self._lock:
+            is_wanted = len(self._idle) < PROCESSES
+            if is_wanted:
+                self._idle.append(process)
+        if not is_wanted:
+            _end(process)
+
+    def _process(self) -> tuple[subprocess.Popen, bool]:
+        """Return one that waits, a new one if there is none, and whether it is new."""
         with self._lock:
             if self._idle:
-                return self._idle.pop()
-        return self._start()
+                return self._idle.pop(), False
+        return self._start(), True
 
     def _start(self) -> subprocess.Popen:
         environ = {key: value for key, value in os.environ.items() if not key.startswith(HIDDEN)}
