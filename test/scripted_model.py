@@ -47,6 +47,7 @@ def scripted_tensors(scripts: list[list[int]]) -> dict[str, torch.Tensor]:
     elsewhere, *own = directions[: len(ids) + 1]
     embedding = elsewhere.repeat(65536, 1)
     head = torch.zeros(65536, width)
+    head[1:257] = 0.001  # makes no difference, for what it is multiplied with has no mean; but so a grammar can have any byte
     strength = MARGIN / width**0.5  # after layer norm a direction has the length sqrt(width)
     following = {ids[0]: [elsewhere]}
     for token, direction in zip(ids, own, strict=True):

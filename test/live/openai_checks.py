@@ -467,8 +467,8 @@ def check_fields(target: Target) -> None:
     tolerated = {**nulls, **chat, "no_such_field": {"a": [1]}, "response_format": {"type": "text"}, "tools": []}
     assert target.post("/v1/chat/completions", tolerated)["choices"][0]["message"]["content"] == plain
     for refused in (
-        {"tools": [{"type": "function"}]}, {"tool_choice": "required"}, {"response_format": {"type": "json_object"}},
-        {"functions": [{}]}, {"min_p": 1.1}, {"repetition_penalty": 0}, {"guided_json": {}}, {"grammar": "root"},
+        {"tools": [{"type": "function"}]}, {"tool_choice": "required"}, {"response_format": {"type": "xml"}},
+        {"functions": [{}]}, {"min_p": 1.1}, {"repetition_penalty": 0}, {"guided_json": 5}, {"grammar": "root"},
         {"typical_p": 0.9}, {"thinking": {"type": "enabled", "budget_tokens": 99}}, {"prefix": "a"},
         {"modalities": ["audio"]}, {"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}, {"min_tokens": 99},
         {"messages": [{"role": "robot", "content": "x"}]}, {"think_type": "x"}, {"logit_bias": {"5": 1000}}, {"n": 0},
@@ -478,7 +478,7 @@ def check_fields(target: Target) -> None:
         assert status == 400, refused
         assert any((answer["error"]["param"] or "").startswith(name) for name in refused), answer
         assert set(answer["error"]) == {"message", "type", "param", "code"}
-    for path, refused in (("completions", {"best_of": 3}), ("responses", {"tools": [{}]}), ("responses", {"background": True})):
+    for path, refused in (("completions", {"best_of": 3}), ("responses", {"tools": 5}), ("responses", {"background": True})):
         status, answer, _ = target.request("POST", f"/v1/{path}", {"prompt": "a", "input": "a", "store": False, **refused})
         assert (status, answer["error"]["param"]) == (400, next(iter(refused)))
     assert len(plain) > 1
