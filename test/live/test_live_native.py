@@ -485,7 +485,7 @@ def check_any_body(server: ServerProcess, path: str, body: dict) -> None:
         if form == "chat":  # which of the two the body is
             chat = body.get("contents") is None and body.get("messages") is not None
             form = "native" if body.keys() & set(NATIVE_FIELDS) and not chat else "openai"
-        assert nested == (form == "openai"), body
+        assert nested == (form in ("openai", "anthropic")), body
         text = answer["error"]["message"] if nested else answer["error"]
         assert isinstance(text, str), body
         assert "Traceback" not in text
