@@ -11,6 +11,7 @@ from models import TINY, random_weights
 from test_model import greedy
 from test_worker import GREEDY, STOPS, Harness, alone, visible_ids
 
+from rwkv_batch.engine.engine_loop import checkpoint_distance
 from rwkv_batch.errors import InvalidRequest, StorageFailed
 from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.state import Snapshot, State
@@ -253,6 +254,25 @@ def test_delete_ends_the_turn_in_progress(path):
         harness.run()
         assert harness.failures["turn"].code == "session_deleted"
         assert harness.scheduler.num_free == 8
+
+
+def test_checkpoints_lie_closer_where_states_are_large():
+    found = [checkpoint_distance(2**20 * mib) for mib in (1, 6, 16, 64)]
+    assert found == [64, 42, 16, 16]
+
+
+@pytest.mark.parametrize("distance", [1, 5, 64])
+def test_what_is_kept_does_not_depend_on_the_checkpoints(path, distance):
+    states = []
+    for number in (16, distance):
+        with SessionHarness(path.with_name(f"{number}.db"), vocab=256) as harness:
+            harness.worker.checkpoint_tokens = number
+            for count in (40, 7, 20):
+                harness.turn("s", list(b"User: go on\n\nA:"), max_tokens=count)
+            harness.turn("s", list(b"User: and now\n\nA:"), max_tokens=50, stop_texts=[b"e"])
+            states.append(harness.whole("s"))
+    assert states[0].elapsed == states[1].elapsed
+    assert (states[0].wkv - states[1].wkv).norm() < 1e-5 * states[0].wkv.norm()
 
 
 def test_idempotency_key(path):

@@ -18,7 +18,7 @@ import torch
 from rwkv_batch.config import COMPILE_MODE, Config, find_model
 from rwkv_batch.engine.decode_graphs import DecodeGraphs, buckets_for
 from rwkv_batch.engine.engine import Engine
-from rwkv_batch.engine.engine_loop import EngineLoop
+from rwkv_batch.engine.engine_loop import CHECKPOINT_TOKENS, EngineLoop, checkpoint_distance
 from rwkv_batch.engine.memory import (
     LEAST_BYTES,
     LEAST_SESSIONS,
@@ -100,7 +100,16 @@ def build_engine_loop(config: Config, deliver: Callable[[dict[bytes, list[Progre
     )
     sessions = build_sessions(config, weights, session_levels(config, memory, num_slots + num_spare))
     grammars = Grammars(tokenizer, weights.output_ids.tolist())
-    engine_loop = EngineLoop(engine, scheduler, tokenizer, deliver, sessions=sessions, grammars=grammars, queue=config.queue)
+    engine_loop = EngineLoop(
+        engine,
+        scheduler,
+        tokenizer,
+        deliver,
+        sessions=sessions,
+        grammars=grammars,
+        queue=config.queue,
+        checkpoint_tokens=CHECKPOINT_TOKENS if on_cpu else checkpoint_distance(memory.state),
+    )
     engine_loop.info = EngineInfo(
         model=config.model_name,
         fingerprint=weights.fingerprint,

@@ -25,7 +25,9 @@ from rwkv_batch.text.tokenizer import Tokenizer
 
 log = logging.getLogger("rwkv_batch.engine")
 
-CHECKPOINT_TOKENS = 16  # sampled tokens between the checkpoints of a row whose state is kept
+CHECKPOINT_TOKENS = 16  # sampled tokens between the checkpoints of a row whose state is kept, and the most where states are
+MOST_CHECKPOINT_TOKENS = 64  # small: there a copy takes the host longer than feeding the tokens again takes the device
+LARGE_STATE = 16 * 2**20  # bytes
 IDLE_SECONDS = 0.25  # how long an idle loop sleeps between two signs of life
 POLL_SECONDS = 0.0002  # between two looks whether a step has run, while turns wait for the disk
 MASK_SECONDS = 0.001  # the same where all rows wait for their masks
@@ -40,6 +42,7 @@ class EngineLoop(ActiveRequests):
     sessions  gives leases for requests that name a session; None = such requests are refused
     grammars  makes masks for requests that name a grammar; None likewise
     queue     requests that may wait for their first slot
+    checkpoint_tokens  sampled tokens between the checkpoints of a row whose state is kept
     """
 
     def __init__(
@@ -52,10 +55,12 @@ class EngineLoop(ActiveRequests):
         sessions: Sessions | None = None,
         grammars: Grammars | None = None,
         queue: int = 512,
+        checkpoint_tokens: int = CHECKPOINT_TOKENS,
     ):
         super().__init__(engine, scheduler, tokenizer, deliver, sessions, grammars, queue)
         if grammars is not None:
             grammars.notify = lambda masks: self._inbox.put(Masked(masks) if masks else None)
+        self.checkpoint_tokens = checkpoint_tokens
         self.info = None  # what the outside is told about the engine; set by whoever puts it together
         self.last_step = time.monotonic()
         self.lost_sessions = 0  # that could not be written at the end; known when `run` has returned
@@ -232,8 +237,8 @@ class EngineLoop(ActiveRequests):
         self._commit(sequence, row, self.engine.take(sequence.slot), [])
 
     def _checkpoint(self, sequence: Sequence, row: RowOutput, num_generated: int) -> None:
-        """Keep the state, which holds so many generated ids, every CHECKPOINT_TOKENS of them."""
-        if num_generated % CHECKPOINT_TOKENS == 0:
+        """Keep the state, which holds so many generated ids, every `checkpoint_tokens` of them."""
+        if num_generated % self.checkpoint_tokens == 0:
             row.add_checkpoint(num_generated, self.engine.take(sequence.slot))
 
     def _read(self, step: Step) -> None:
@@ -307,6 +312,11 @@ class EngineLoop(ActiveRequests):
         row.num_scored += len(tokens)
         if sequence.request.max_tokens == 0 and row.num_scored == len(sequence.prompt) - 1:
             self._ended(sequence, row, "length")
+
+
+def checkpoint_distance(state_bytes: int) -> int:
+    """Return how many sampled tokens lie between two checkpoints of a row, for a model with states of this size."""
+    return max(CHECKPOINT_TOKENS, min(MOST_CHECKPOINT_TOKENS, CHECKPOINT_TOKENS * LARGE_STATE // state_bytes))
 
 
 def stats_of(scheduler: Scheduler) -> dict[str, int | float]:

@@ -303,7 +303,8 @@ def _guarded(work: Callable[[], Page | Deleted | None]) -> Page | Deleted | Rwkv
 
 
 def _entry(resident: ResidentSession, tier: Tier) -> Entry:
-    return Entry(resident.key[1], tier, resident.updated, resident.version, resident.tokens, resident.num_bytes)
+    num_bytes = resident.num_bytes or 2 * len(resident.ids)
+    return Entry(resident.key[1], tier, resident.updated, resident.version, resident.tokens, num_bytes)
 
 
 def _listed(session: SessionSummary) -> Entry:
