@@ -170,7 +170,7 @@ class Config:
     )
     max_grammar_bytes: int = setting(2**20, "limits", "length of a JSON schema, a regex or a grammar, bytes", low=1, high=2**26)
     grammar_seconds: float = setting(
-        0.8, "limits", "time to compile a schema, a regex or a grammar, after which it is refused", low=0.05, high=60
+        0.8, "limits", "time of a core to compile a schema, a regex or a grammar, after which it is refused", low=0.05, high=60
     )
     queue: int = setting(512, "limits", "requests that may wait; one more is answered 429", low=1, high=MAX_QUEUE)
     translate_ratio: float = setting(

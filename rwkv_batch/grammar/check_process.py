@@ -2,9 +2,9 @@
 
     python -m rwkv_batch.grammar.check_process SECONDS
 
-Compiling some grammars takes exponential time and nothing can stop a thread that does; a process can. Over its standard input
-and output come and go frames: 4 bytes of length, big endian, and msgpack; a `Grammar` in, what is wrong with it out, or nil.
-It ends with its standard input.
+The seconds are those of a core, so that a busy machine refuses nothing that an idle one takes. Compiling some grammars takes
+exponential time and nothing can stop a thread that does; a process can. Over its standard input and output come and go frames:
+4 bytes of length, big endian, and msgpack; a `Grammar` in, what is wrong with it out, or nil. It ends with its standard input.
 """
 
 import os
@@ -21,6 +21,7 @@ from rwkv_batch.request import Grammar
 
 MAX_BYTES = 2**30  # of address space
 NICE = 10  # a check gives way to everything else
+STARVED = 8  # times SECONDS by the clock, where other processes take the cores
 
 LENGTH = struct.Struct(">I")
 
@@ -46,7 +47,8 @@ def main() -> None:
     seconds = float(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to all; the parent says when to end
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process wherever it is
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)  # ends the process wherever it is
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(NICE)
     from rwkv_batch.grammar import compiler  # takes 0.1 s: after the above
@@ -59,7 +61,8 @@ def main() -> None:
     inbox, outbox = sys.stdin.buffer, sys.stdout.buffer
     write_frame(outbox, msgspec.msgpack.encode(None))  # ready
     while (data := read_frame(inbox)) is not None:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, STARVED * seconds)
         try:
             compiler.matcher(decode(data), tokens)
             answer = None
@@ -67,7 +70,8 @@ def main() -> None:
             answer = error.message
         except Exception as error:
             answer = type(error).__name__
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
         write_frame(outbox, msgspec.msgpack.encode(answer))
 
 
