@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from routes.http.replies import dumps
 from routes.openai.schemas import ChatBody, CompletionBody
 from routes.openai.thinking import EFFORTS, Effort
-from routes.schemas import Body
+from routes.schemas import Body, Ids
 from routes.timed import TimedBody
 from rwkv_batch.errors import InvalidRequest
 
@@ -135,7 +135,7 @@ class ChatRequest(OllamaBody):
     """POST /api/chat."""
 
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(default_factory=list)
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = Field(default_factory=list)
 
     def in_openai_form(self) -> dict[str, Any]:
         """The body of a chat."""
@@ -152,7 +152,7 @@ class GenerateRequest(OllamaBody):
     system: str = ""
     raw: bool = False
     template: str = ""
-    context: list[int] = Field(default_factory=list)
+    context: Ids = Field(default_factory=list)
     images: list[Any] = Field(default_factory=list)
 
     check_images = field_validator("images")(refuse_images)
