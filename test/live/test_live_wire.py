@@ -464,6 +464,10 @@ GOOD_FOR = {  # bodies of routes that do not take contents
 WRONG = ["", "x", ASCII_SECRET + "x", ASCII_SECRET[:-1], ASCII_SECRET.upper(), "ä", "x" * 2**20]
 UNAUTHORIZED = {"error": "Unauthorized: invalid or missing password"}
 NESTED = {"message": UNAUTHORIZED["error"], "type": "authentication_error", "param": None, "code": "invalid_api_key"}
+UNAUTHORIZED_IN = {
+    "openai": {"error": NESTED},
+    "anthropic": {"type": "error", "error": {"type": "authentication_error", "message": UNAUTHORIZED["error"]}},
+}
 DISTINCT = list({(route.method, route.handler): route for route in ROUTES}.values())  # one path of each handler
 
 
@@ -475,7 +479,7 @@ def test_access_to_every_route(locked, route):
         data = json.dumps({**GOOD, **GOOD_FOR.get(route.path, {}), **(body or {})}).encode() if route.method == "POST" else None
         return locked.request(route.method, route.path, data, {**elsewhere, **(headers or {})})[:2]
 
-    refused = (401, {"error": NESTED} if route.form == "openai" else UNAUTHORIZED)
+    refused = (401, UNAUTHORIZED_IN.get(route.form, UNAUTHORIZED))
     right = {"Authorization": f"Bearer {ASCII_SECRET}"}
     good = status(right)[0]  # this engine keeps no sessions, and some routes say no to everybody
     assert good in (200, 400, 404)
