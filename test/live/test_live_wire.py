@@ -460,6 +460,10 @@ GOOD_FOR = {  # bodies of routes that do not take contents
     "/FIM/v1/batch-FIM": {"prefix": ["a"], "suffix": ["b"]},
     "/translate/v1/batch-translate": {"target_lang": "de", "source_lang": "en", "text_list": ["a"]},
     "/v1/immersive_translate": {"target_lang": "de", "source_lang": "en", "text_list": ["a"]},
+    "/infill": {"n_predict": 1},
+    "/completion": {"n_predict": 1},
+    "/api/chat": {"options": {"num_predict": 1}},
+    "/api/generate": {"options": {"num_predict": 1}},
 }
 WRONG = ["", "x", ASCII_SECRET + "x", ASCII_SECRET[:-1], ASCII_SECRET.upper(), "ä", "x" * 2**20]
 UNAUTHORIZED = {"error": "Unauthorized: invalid or missing password"}
@@ -543,7 +547,7 @@ def test_a_large_body_needs_its_password(locked):
 
 
 def test_public_routes_are_few_and_the_secret_is_nowhere(locked):
-    lists = {f"{base}/models{one}" for base in ("/v1", "/openai/v1") for one in ("", "/*model")}
+    lists = {f"{base}/models{one}" for base in ("/v1", "/openai/v1") for one in ("", "/*model")} | {"/api/tags", "/api/version"}
     health = {"/healthcheck"} | {f"{base}/health" for base in ("", "/v1", "/openai", "/openai/v1")}
     page = {f"/web/{name}" for name in FILES}
     public = {route.path for route in ROUTES if route.access == "open"}
