@@ -1,6 +1,6 @@
-"""What bench/sessions.py makes of what it sees; the server's side of it is in test/live/test_live_session_kills.py."""
+"""What bench/served/sessions.py makes of what it sees; the server's side of it is in test/live/test_live_session_kills.py."""
 
-from bench.sessions import Client, Load, Seen, cells_of, failures_in, read_arguments
+from bench.served.sessions import Client, Load, Seen, cells_of, failures_in, read_arguments
 
 
 def client(session: str | None) -> Client:

@@ -15,7 +15,7 @@ from rwkv_batch.config_page import page
 
 ROOT = Path(__file__).parent.parent
 READMES = [ROOT / "README.md", ROOT / "README.zh.md"]
-PAGES = [*READMES, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*READMES, *sorted((ROOT / "docs").rglob("*.md"))]
 OF_TODAY = [path for path in PAGES if path.name != "changes.md"]  # which tells of flags and files as they were
 OTHER_FLAGS = {"--help", "--config", "--version", "--model"}
 OF_OTHER_PROGRAMS = {"deployment.md"}
@@ -87,7 +87,7 @@ def anchor_of(heading: str) -> str:
 def test_readme(path):
     text = text_of(path)
     assert len(text.splitlines()) <= 200
-    assert {file.name for file in (ROOT / "docs").glob("*.md")} <= set(re.findall(r"\(docs/([\w-]+\.md)", text))
+    assert {page.relative_to(ROOT / "docs").as_posix() for page in PAGES[2:]} <= set(re.findall(r"\(docs/([\w/-]+\.md)", text))
 
 
 def test_both_readmes_say_the_same():
@@ -164,7 +164,7 @@ def words_of_the_code() -> set[str]:
 
 def test_the_fields_of_the_native_routes():
     """All of them, with their defaults."""
-    table = text_of(ROOT / "docs" / "api-native.md").partition("## Fields")[2].partition("\n## ")[0]
+    table = text_of(ROOT / "docs" / "api" / "native.md").partition("## Fields")[2].partition("\n## ")[0]
     told = {}
     for names, defaults in re.findall(r"^\| (`.*?) \| (.*?) \|", table, re.MULTILINE):
         names, values = (re.findall(r"`(.*?)`", cell) for cell in (names, defaults))

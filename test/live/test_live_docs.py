@@ -11,7 +11,7 @@ from server_process import ROOT
 
 from routes import ROUTES
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OPEN = {route.path for route in ROUTES if route.access in ("open", "translate")}
 ADDRESS = re.compile(r"(?:localhost|127\.0\.0\.1):8000")
 

@@ -2,7 +2,7 @@
 """What turns of sessions cost: their rate beside plain rows, one durable turn alone, and what a flood of turns does to streams.
 
     python app.py --model-path M.pth --port 8000 --http-workers 6 --queue 4096 --state-db /tmp/bench.db &
-    python bench/sessions.py --url http://127.0.0.1:8000 [--cells 16x64,320x256] [--seconds 12] [--out FILE]
+    python bench/served/sessions.py --url http://127.0.0.1:8000 [--cells 16x64,320x256] [--seconds 12] [--out FILE]
 
 A cell of SESSIONS x TOKENS is a closed loop: each session begins its next turn, of a prompt of its own and exactly that many
 tokens, when its last turn has ended. What is reported is steady: --ramp seconds pass first, tokens are counted as they arrive,
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from bench.client import call, open_stream
 from bench.serve import prompt_text, share, spread

@@ -2,7 +2,7 @@
 """What answers held to a JSON schema cost those beside them, and how fast they are themselves, over HTTP.
 
     python app.py --model-path M.pth --port 8000 --slots 320 &
-    python bench/grammar.py --url http://127.0.0.1:8000 [--seconds 30] [--out FILE]
+    python bench/served/grammar.py --url http://127.0.0.1:8000 [--seconds 30] [--out FILE]
 
 First `--plain` streams alone for `--seconds`, each of whose clients sends its next request when its last has ended, then the
 same with `--constrained` ones beside them. Gaps are those between events with text; a row's pace is its tokens, by the usage
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from bench import serve
 from bench.client import open_stream
