@@ -1377,10 +1377,11 @@ def serve_until_killed(path: Path, report: int) -> None:
     everyone = threading.Barrier(SESSIONS)
 
     def client(number: int) -> None:
+        mine = Caller(pool)
         everyone.wait()
         while True:
-            lease = pool.lease(f"s{number}")
-            kept = pool.commit(lease, snapshot(number, tokens=lease.version + 1))
+            lease = mine.lease(f"s{number}")
+            kept = mine.commit(lease, snapshot(number, tokens=lease.version + 1))
             os.write(report, b"%d %d\n" % (number, kept.version))
 
     with Pool(path) as pool:

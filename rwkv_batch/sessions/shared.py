@@ -1,5 +1,6 @@
 """What the threads of a pool share. Whatever stands behind its lock is `Guarded`: to touch it without the lock is an error."""
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -143,6 +144,7 @@ class JobQueue:
         self.commit_bytes = 0
         self.num_demotes = 0
         self._jobs: deque[Job] = deque()
+        self._others_next = False  # the log had the last turn
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -163,10 +165,16 @@ class JobQueue:
     def take(self, durability: Durability) -> list[Job]:
         """Take what is done next: what takes little time first, but nothing before a command it came after.
 
-        Commits that write come together, as many as share a transaction.
+        Commits that write come together, as many as share a transaction. Those of the log take turns with all else, one by one:
+        they take little time, but there may always be some.
         """
-        if durability == "log" and (commits := self._take_commits()):
-            return commits
+        if durability == "log":
+            if self._others_next and (job := self._take_other()) is not None:
+                self._others_next = False
+                return [job]
+            if commits := self._take_commits():
+                self._others_next = True
+                return commits
         for index, job in enumerate(self._jobs):
             if isinstance(job, Execute):
                 break
@@ -183,6 +191,17 @@ class JobQueue:
                 jobs.append(self._jobs.popleft())
                 num_bytes += jobs[-1].snapshot.num_bytes
         return jobs
+
+    def _take_other(self) -> Job | None:
+        """What is no commit, a load if there is one, up to a command."""
+        before = list(itertools.takewhile(lambda job: not isinstance(job, Execute), self._jobs))
+        others = [index for index, job in enumerate(before) if not isinstance(job, Commit)]
+        if not others:
+            return None
+        index = next((index for index in others if isinstance(before[index], Load)), others[0])
+        del self._jobs[index]
+        self.num_demotes -= isinstance(before[index], Demote)
+        return before[index]
 
     def _take_commits(self) -> list[Job]:
         """All turns that wait for the log, whatever else came between, up to a command."""
