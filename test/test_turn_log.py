@@ -23,6 +23,7 @@ from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Request
 from rwkv_batch.session_messages import CommitResult, Delete, Export, Fork, Import, Rewind, Session, Status
 from rwkv_batch.sessions import storage
+from rwkv_batch.sessions.shared import Commit, Demote, JobQueue, Load
 from rwkv_batch.sessions.sqlite.states import pack_ids, unpack_ids
 from rwkv_batch.sessions.store import SessionStore
 from sampling.params import SamplingParams
@@ -595,3 +596,14 @@ def test_many_random_histories(sqlite, count):
         run_history(steps, sqlite=sqlite)
 
     run()
+
+
+def test_the_log_leaves_turns_to_what_else_waits():
+    """Sessions are loaded and copied to the host however many turns end meanwhile."""
+    jobs, done = JobQueue(), []
+    for job in (Demote("demoted"), Load("first"), Load("second")):
+        jobs.add(job)
+    for _ in range(7):
+        jobs.add(Commit(None, state_after((1,)), 0, ANSWER, print, [1], None, None))  # turns keep ending
+        done.append(type(jobs.take("log")[0]))
+    assert done == [Commit, Load, Commit, Load, Commit, Demote, Commit]
