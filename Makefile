@@ -27,8 +27,9 @@ serve: $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 LONG := -m "not gpu and not lm_eval" --timeout 3600 --disable-warnings --hypothesis-profile long
 
+# Three at once, for two cores: the tests of servers wait much.
 test: $(VENV)/.ready-test lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3
 
 test-web: $(VENV)/.ready-web
 	$(BIN)/python -m pytest -m "web and not long" test/web
