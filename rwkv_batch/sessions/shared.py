@@ -1,6 +1,5 @@
 """What the threads of a pool share. Whatever stands behind its lock is `Guarded`: to touch it without the lock is an error."""
 
-import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -194,14 +193,21 @@ class JobQueue:
 
     def _take_other(self) -> Job | None:
         """What is no commit, a load if there is one, up to a command."""
-        before = list(itertools.takewhile(lambda job: not isinstance(job, Execute), self._jobs))
-        others = [index for index, job in enumerate(before) if not isinstance(job, Commit)]
-        if not others:
+        found = None
+        for index, job in enumerate(self._jobs):
+            if isinstance(job, Execute):
+                break
+            if isinstance(job, Load):
+                found = index
+                break
+            if found is None and not isinstance(job, Commit):
+                found = index
+        if found is None:
             return None
-        index = next((index for index in others if isinstance(before[index], Load)), others[0])
-        del self._jobs[index]
-        self.num_demotes -= isinstance(before[index], Demote)
-        return before[index]
+        job = self._jobs[found]
+        del self._jobs[found]
+        self.num_demotes -= isinstance(job, Demote)
+        return job
 
     def _take_commits(self) -> list[Job]:
         """All turns that wait for the log, whatever else came between, up to a command."""
