@@ -1,4 +1,4 @@
-"""A quantised matrix: int8 with a scale for each row, which has no kernels and so shows what they would find."""
+"""A quantised model runs on every op as one with the matrices that its values and scales mean."""
 
 from dataclasses import fields, replace
 
@@ -16,13 +16,12 @@ from rwkv_batch.model.weight import Weight
 from rwkv_batch.model.weights import Layer, Weights
 
 
-def quantised(weight: Weight) -> Weight:
-    scales = weight.values.float().abs().amax(-1, keepdim=True) / 127
-    return Weight((weight.values / scales).round().to(torch.int8), scales.to(weight.values.dtype))
+def quantised(weight: Weight, name: str = "int8") -> Weight:
+    return Weight.quantised(weight.dense(), name)
 
 
 def expanded(weight: Weight) -> Weight:
-    return Weight(weight.dense())
+    return Weight(weight.dense(weight.scales.dtype))
 
 
 def mapped(weights: Weights, change) -> Weights:

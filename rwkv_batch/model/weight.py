@@ -1,27 +1,42 @@
 """A matrix of the model, which may be quantised."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from rwkv_batch.model import quantized
+
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """The matrix is `values`, or `values * scales` where it is quantised.
+    """The matrix is `values`, or what they and `scales` mean in their format, see `quantized.py`.
 
-    values  [.., rows, columns], of any type
-    scales  of a floating type, broadcastable to `values`, such as [.., rows, 1] for one scale a row; None = not quantised
+    values      [.., rows, columns]; of a quantised matrix as the format has them
+    scales      None = not quantised
+    format      one of `quantized.FORMATS`, "" = not quantised
+    transposed  the matrix is [in, out] and, if quantised, stored in its natural order
     """
 
     values: Tensor
     scales: Tensor | None = None
+    format: str = ""
+    transposed: bool = False
+
+    @classmethod
+    def quantised(cls, matrix: Tensor, name: str, *, transposed: bool = False) -> "Weight":
+        """Return a matrix in a format, on the matrix's device; `name` "" = as it is."""
+        if not name:
+            return cls(matrix, transposed=transposed)
+        return cls(*quantized.quantise(matrix, name, transposed=transposed), name, transposed)
 
     @property
     def shape(self) -> torch.Size:
         """Of the matrix."""
-        return self.values.shape
+        if not self.format:
+            return self.values.shape
+        return torch.Size((*self.values.shape[:-1], quantized.matrix_columns(self.format, self.values.shape[-1])))
 
     @property
     def nbytes(self) -> int:
@@ -35,15 +50,22 @@ class Weight:
             yield self.scales
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the matrix, where possible without a copy; None = in its own type, that of its scales if any."""
-        if self.scales is None:
-            return self.values if dtype is None else self.values.to(dtype)
-        return (self.values * self.scales).to(dtype or self.scales.dtype)
+        """Return the matrix, where possible without a copy; None = in its own type, fp32 if it is quantised."""
+        if self.format:
+            return quantized.dequantise(
+                self.values, self.scales, self.format, dtype or torch.float32, transposed=self.transposed
+            )
+        return self.values if dtype is None else self.values.to(dtype)
 
     def part(self, index: int) -> "Weight":
         """Return one of several stacked matrices."""
-        return Weight(self.values[index], None if self.scales is None else self.scales[index])
+        return replace(self, values=self.values[index], scales=None if self.scales is None else self.scales[index])
+
+    def rows(self, index: slice | Tensor) -> "Weight":
+        """Return some rows [m, columns] of one matrix; of a slice, without a copy."""
+        shared = self.scales is None or (self.transposed and not quantized.FORMATS[self.format].grouped)
+        return replace(self, values=self.values[index], scales=self.scales if shared else self.scales[index])
 
     def to(self, device: torch.device | str) -> "Weight":
         """Return it on another device."""
-        return Weight(*(None if tensor is None else tensor.to(device) for tensor in (self.values, self.scales)))
+        return replace(self, values=self.values.to(device), scales=None if self.scales is None else self.scales.to(device))
