@@ -18,6 +18,8 @@ from kernel_recorder import make_launcher
 from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.autotune import Autotuner
 from rwkv_batch.kernels.ops import KernelOps
+from rwkv_batch.kernels.variants import CUBLAS, Method
+from rwkv_batch.model import quantized
 from rwkv_batch.model.packed_rows import CapturedRows, PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
@@ -205,6 +207,30 @@ def test_what_was_tuned_is_remembered(monkeypatch, tmp_path):
     assert found[0] == found[1]
     assert timed[0] > 100
     assert timed[1] == 0
+
+
+@pytest.mark.parametrize("quant", quantized.FORMATS)
+def test_a_quantised_matrix_is_made_dense_right_before_its_product(monkeypatch, quant):
+    """No product fetches it early; and nothing else of a step is launched differently."""
+    launcher, recorder = make_launcher(monkeypatch, content=False)
+    weights = self_check.random_weights(torch.device("cpu"), quant=quant)
+    ops = KernelOps(weights, launcher, max_tokens=160, max_rows=160)
+    model, state = Model(weights, ops), State(weights.shape, 130, shift_dtype=torch.float16, wkv_dtype=torch.float16)
+    names = []
+    for product in PRODUCTS:
+        for variant in ops.variants(product, 128, ops.prepared.layers[0]):
+            if variant.method not in (Method.CUBLAS, Method.GEMM):
+                continue
+            for other in PRODUCTS:
+                ops.choose(other, 128, CUBLAS)
+            ops.choose(product, 128, variant)
+            recorder.clear()
+            model.forward(None, CapturedRows.decode(torch.arange(128)), state)
+            notes = [note for note in recorder.take() if note[0] in ("rwkv_dequantise", "rwkv_gemm", "cublas")]
+            assert [note[0] == "rwkv_dequantise" for note in notes] == [True, False] * (4 * 2 + 1)
+            assert not any(note[-1] for note in notes if note[0] == "rwkv_gemm"), "launched to overlap"
+            names += [note[0] for note in notes]
+    assert {"cublas", "rwkv_gemm"} <= {*names}
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [40, 1, 7]])

@@ -38,6 +38,7 @@ from rwkv_batch.kernels.autotune import IN_PLACE_ROWS, Autotuner
 from rwkv_batch.kernels.compiler import KernelError
 from rwkv_batch.kernels.launch import Launcher
 from rwkv_batch.kernels.ops import KernelOps
+from rwkv_batch.kernels.quant.matrix import quant_format
 from rwkv_batch.kernels.state_fill import StateFill
 from rwkv_batch.model import checkpoint, reference_ops
 from rwkv_batch.model import weights as weights_module
@@ -257,7 +258,8 @@ def build_engine(
         return Engine(model_of(weights, ops, "compile" if mode else "reference"), sampler, state)
     launcher = Launcher(library, device)
     limits = {"max_tokens": max(max_tokens, num_slots), "max_rows": num_slots + SCORED_TOKENS}
-    failing = self_check.failing(launcher, wkv_dtype, Path(library._name).with_suffix(".json"))
+    file = Path(library._name).with_suffix(".json")
+    failing = self_check.failing(launcher, wkv_dtype, file, quant=quant_format(weights))
     if failing and config.ops == "kernels":
         raise UsageError(f"--ops kernels: wrong results on this card from {', '.join(failing)}", param="ops")
     fill = None if self_check.FILL in failing else StateFill(launcher)

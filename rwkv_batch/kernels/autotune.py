@@ -65,7 +65,8 @@ class Autotuner:
         """Return what a choice holds for: the product, the kernels, and the variants that it was made from."""
         shape = self.ops.prepared.source.shape
         digest = zlib.crc32(msgspec.json.encode(offer))
-        return f"{name},{size},{shape.width},{shape.ffn_width},{self.ops.launcher.digest},{digest:08x}"
+        quant = f",{self.ops.quant}" if self.ops.quant else ""
+        return f"{name},{size},{shape.width},{shape.ffn_width},{self.ops.launcher.digest}{quant},{digest:08x}"
 
     def _choose_in_place(self, size: int, alone: dict[Product, Times]) -> dict[Product, Variant]:
         """Choose for each product, of the variants that took little longer alone, the one with which a whole step is fastest.
@@ -91,7 +92,7 @@ class Autotuner:
         ops = self.ops
         b = ops.begin(size)
         layers = ops.prepared.layers
-        layers = layers[: max(1, TIMED_BYTES // self._matrix(name, layers[0]).weight.nbytes)]
+        layers = layers[: max(1, TIMED_BYTES // self._matrix(name, layers[0]).nbytes)]
         if name == "ffn_value":
             b.hidden.normal_().relu_().mul_(torch.rand_like(b.hidden) > 1 - ACTIVE_SHARE)
             if ops.linear.masked_ffn_fits(size, *layers[0].ffn_value.weight.shape):

@@ -8,6 +8,7 @@ from torch import Tensor
 from rwkv_batch.kernels.gemm import Gemm, GemmLora, GemmMatrix
 from rwkv_batch.kernels.linear import Lora
 from rwkv_batch.kernels.mix import WkvLayer
+from rwkv_batch.kernels.quant.matrix import QuantMatrix, Scratch
 from rwkv_batch.model.weight import Weight
 from rwkv_batch.model.weights import Layer, Weights
 
@@ -17,17 +18,38 @@ OUTPUT_UNIT = 8  # logits of a row begin at multiples of 16 bytes
 
 @dataclass(frozen=True, eq=False)
 class MatrixKernels:
-    """A matrix in fp16; `gemm` is how `Gemm` reads it, None where it cannot."""
+    """A matrix for the kernels.
+
+    weight  in fp16; of a quantised matrix the room for that, which all share and `Dequantiser` fills
+    gemm    how `Gemm` reads it, None where it cannot
+    quant   the matrix itself where it is quantised
+    """
 
     weight: Tensor
     gemm: GemmMatrix | None
+    quant: QuantMatrix | None = None
 
     @classmethod
-    def of(cls, weight: Weight, gemm: Gemm, *, transposed: bool = False) -> "MatrixKernels":
-        """Prepare a weight [M, K] or [batch, M, K]; `transposed`: [K, M]. Kernels read fp16 only, so others are converted."""
-        matrix = weight.dense(torch.float16)
-        fits = gemm.available and not (matrix.shape[-1] % 64 or matrix.shape[-2] % 64)
-        return cls(matrix, gemm.prepare(matrix, transposed=transposed) if fits else None)
+    def of(cls, weight: Weight, gemm: Gemm, scratch: Scratch, *, transposed: bool = False) -> "MatrixKernels":
+        """Prepare a weight [M, K] or [batch, M, K]; `transposed`: [K, M]. Of other types than fp16, a copy is made."""
+        if weight.format:
+            quant, dense = QuantMatrix.of(weight), scratch.view(weight.shape)
+        else:
+            quant, dense = None, weight.dense(torch.float16)
+        return cls(dense, _described(dense, gemm, transposed=transposed), quant)
+
+    @classmethod
+    def of_head(cls, head: Weight, gemm: Gemm, scratch: Scratch) -> "MatrixKernels":
+        """Prepare the head. In fp16 rows are added up to a multiple of OUTPUT_UNIT."""
+        if not head.format:
+            return cls.of(Weight(_padded(head.dense(torch.float16))), gemm, scratch)
+        dense = scratch.view((whole_units(head.shape[0]), head.shape[1]))
+        return cls(dense, _described(dense, gemm), QuantMatrix.of(head))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product must read."""
+        return self.weight.nbytes if self.quant is None else self.quant.nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +78,9 @@ class LayerKernels:
     wkv: WkvLayer
 
     @classmethod
-    def of(cls, layer: Layer, gemm: Gemm) -> "LayerKernels":
+    def of(cls, layer: Layer, gemm: Gemm, scratch: Scratch) -> "LayerKernels":
         """Prepare `layer`."""
-        rkv, lora = MatrixKernels.of(layer.rkv, gemm), Lora.of(layer)
+        rkv, lora = MatrixKernels.of(layer.rkv, gemm, scratch), Lora.of(layer)
         return cls(
             source=layer,
             ln1_weight=layer.ln1_weight,
@@ -68,9 +90,9 @@ class LayerKernels:
             att_mix=layer.att_mix[list(PLANES), 0].contiguous(),
             ffn_mix=layer.ffn_mix[:, 0],
             rkv=rkv,
-            output=MatrixKernels.of(layer.output, gemm),
-            ffn_key=MatrixKernels.of(layer.ffn_key, gemm),
-            ffn_value=MatrixKernels.of(layer.ffn_value, gemm, transposed=True),
+            output=MatrixKernels.of(layer.output, gemm, scratch),
+            ffn_key=MatrixKernels.of(layer.ffn_key, gemm, scratch),
+            ffn_value=MatrixKernels.of(layer.ffn_value, gemm, scratch, transposed=True),
             lora=lora,
             gemm_lora=None if rkv.gemm is None else gemm.prepare_lora(lora.down, lora.ranks),
             wkv=WkvLayer(layer.k_k, layer.k_a, layer.r_k.flatten(), layer.ln_x_weight, layer.ln_x_bias),
@@ -81,7 +103,7 @@ class LayerKernels:
 class ModelKernels:
     """A whole model; the names are those of `Weights`, which `source` is.
 
-    head         with rows added up to a multiple of OUTPUT_UNIT
+    head         its `weight` has rows added up to a multiple of OUTPUT_UNIT
     num_outputs  rows that count
     """
 
@@ -96,13 +118,14 @@ class ModelKernels:
     @classmethod
     def of(cls, weights: Weights, gemm: Gemm) -> "ModelKernels":
         """Prepare `weights`."""
+        scratch = Scratch.for_weights(weights, OUTPUT_UNIT)
         return cls(
             source=weights,
             embedding=weights.embedding,
-            layers=[LayerKernels.of(layer, gemm) for layer in weights.layers],
+            layers=[LayerKernels.of(layer, gemm, scratch) for layer in weights.layers],
             ln_out_weight=weights.ln_out_weight,
             ln_out_bias=weights.ln_out_bias,
-            head=MatrixKernels.of(Weight(_padded(weights.head.dense(torch.float16))), gemm),
+            head=MatrixKernels.of_head(weights.head, gemm, scratch),
             num_outputs=weights.head.shape[0],
         )
 
@@ -110,6 +133,11 @@ class ModelKernels:
 def whole_units(num_outputs: int) -> int:
     """Return how many logits a row has room for."""
     return -(-num_outputs // OUTPUT_UNIT) * OUTPUT_UNIT
+
+
+def _described(matrix: Tensor, gemm: Gemm, *, transposed: bool = False) -> GemmMatrix | None:
+    fits = gemm.available and not (matrix.shape[-1] % 64 or matrix.shape[-2] % 64)
+    return gemm.prepare(matrix, transposed=transposed) if fits else None
 
 
 def _padded(head: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ sizes of decode graphs and short prefills. So a row's logits may differ in the l
 neighbours in one size.
 """
 
+import dataclasses
 from dataclasses import dataclass, fields
 
 import torch
@@ -29,6 +30,8 @@ from rwkv_batch.kernels.linear import (
     reserved_configs,
 )
 from rwkv_batch.kernels.mix import Mix, WkvInputs
+from rwkv_batch.kernels.quant.dequantise import Dequantiser
+from rwkv_batch.kernels.quant.matrix import quant_format
 from rwkv_batch.kernels.variants import CUBLAS, GEMM, GEMV, GEMV_RKV, MASKED, SPARSE, LoraPlacement, Method, Product, Variant
 from rwkv_batch.model.packed_rows import RowLayout, StepRows
 from rwkv_batch.model.weights import ModelShape, Weights
@@ -122,7 +125,10 @@ class KernelOps:
         self.matmul = MatMul(launcher)
         self.mix = Mix(launcher, pdl=True)
         self.linear = Linear(launcher, pdl=True)
-        self.gemm = Gemm(launcher)
+        # A weight that was made fp16 by the kernel before must not be fetched while that one ends.
+        self.quant = quant_format(weights)
+        self.gemm = Gemm(launcher, pdl=not self.quant)
+        self.dequantise = Dequantiser(launcher)
         self.prepared = ModelKernels.of(weights, self.gemm)
         num_outputs = self.prepared.num_outputs
         self.buffers = Buffers(weights.shape, num_outputs, max_tokens=max_tokens, max_rows=max_rows, device=launcher.device)
@@ -232,6 +238,7 @@ class KernelOps:
         main.wait_stream(self._side)
 
     def _rkv(self, mixed: Tensor, matrix: MatrixKernels, variant: Variant) -> None:
+        self._make_dense(matrix)
         if variant.method is Method.CUBLAS:
             self.matmul(mixed[:3], matrix.weight, self._now.rkv)
         else:
@@ -249,7 +256,9 @@ class KernelOps:
         variant = self.variant("ffn_key", len(x), layer.ffn_key)
         if variant.method is Method.GEMV:
             self.linear.gemv(x, layer.ffn_key.weight, out, relu_square=True)
-        elif variant.method is Method.CUBLAS:
+            return
+        self._make_dense(layer.ffn_key)
+        if variant.method is Method.CUBLAS:
             self.matmul(x, layer.ffn_key.weight, out)
             self.linear.relu_square_(out)
         else:
@@ -267,20 +276,29 @@ class KernelOps:
             if not self._key_leaves_mask(len(hidden), layer):
                 self.linear.build_active_mask(hidden, mask)
             self.linear.masked_ffn(hidden, mask, matrix.weight, out)
-        elif variant.method is Method.CUBLAS:
-            self.matmul(hidden, matrix.weight, out, in_out=True)
         else:
-            self.gemm.gemm(hidden, matrix.gemm, out, config=variant.config)
+            self._make_dense(matrix)
+            if variant.method is Method.CUBLAS:
+                self.matmul(hidden, matrix.weight, out, in_out=True)
+            else:
+                self.gemm.gemm(hidden, matrix.gemm, out, config=variant.config)
 
     def product(self, name: Product, x: Tensor, matrix: MatrixKernels, out: Tensor) -> None:
         """One of the plain products: "output" or "head"."""
         variant = self.variant(name, len(x), matrix)
         if variant.method is Method.GEMV:
             self.linear.gemv(x, matrix.weight, out)
-        elif variant.method is Method.CUBLAS:
+            return
+        self._make_dense(matrix)
+        if variant.method is Method.CUBLAS:
             self.matmul(x, matrix.weight, out)
         else:
             self.gemm.gemm(x, matrix.gemm, out, config=variant.config)
+
+    def _make_dense(self, matrix: MatrixKernels) -> None:
+        """Fill `matrix.weight` where it is only the room for a quantised one."""
+        if matrix.quant is not None:
+            self.dequantise(matrix.quant, matrix.weight)
 
     def _key_leaves_mask(self, num_tokens: int, layer: LayerKernels) -> bool:
         """Return whether "ffn_key" is done so that it tells which units are active, for MASKED "ffn_value"."""
@@ -299,6 +317,8 @@ class KernelOps:
         chosen = self._chosen.get((name, num_tokens))
         if chosen is not None:
             return chosen
+        if matrix.quant is not None:
+            return CUBLAS
         if num_tokens <= GEMV_ROWS:
             return SPARSE if name == "ffn_value" else GEMV_RKV if name == "rkv" else GEMV
         if name == "ffn_value" and self.linear.masked_ffn_fits(num_tokens, *matrix.weight.shape):
@@ -313,9 +333,11 @@ class KernelOps:
 
     def variants(self, name: Product, num_tokens: int, layer: LayerKernels) -> list[Variant]:
         """Return the ways in which a product of so many tokens can be done here; the layers are alike, or nearly."""
+        matrix = self.prepared.head if name == "head" else getattr(layer, name)
+        if matrix.quant is not None:
+            return self._quant_variants(name, num_tokens, matrix)
         if name == "rkv":
             return self._rkv_variants(num_tokens, layer)
-        matrix = self.prepared.head if name == "head" else getattr(layer, name)
         variants = [CUBLAS]
         if matrix.gemm is not None:
             variants += [Variant(Method.GEMM, tile) for tile in self.gemm.tile_configs(num_tokens, matrix.gemm)]
@@ -323,6 +345,16 @@ class KernelOps:
             fits = self.linear.masked_ffn_fits(num_tokens, *matrix.weight.shape)
             return variants + [SPARSE] * (num_tokens <= MAX_SPARSE) + [MASKED] * fits
         return variants + [GEMV] * (num_tokens <= MAX_GEMV)
+
+    def _quant_variants(self, name: Product, num_tokens: int, matrix: MatrixKernels) -> list[Variant]:
+        """The same of a quantised matrix."""
+        dense = [CUBLAS]
+        if matrix.gemm is not None:
+            dense.append(Variant(Method.GEMM, self.gemm.tile_config(num_tokens, matrix.gemm)))
+        if name != "rkv":
+            return dense
+        placements = (LoraPlacement.BEFORE, LoraPlacement.CONCURRENT)
+        return [dataclasses.replace(variant, lora=place) for place in placements for variant in dense]
 
     def _rkv_variants(self, num_tokens: int, layer: LayerKernels) -> list[Variant]:
         matrix, lora, gemm = layer.rkv.gemm, layer.lora, Method.GEMM

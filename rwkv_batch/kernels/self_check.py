@@ -35,6 +35,7 @@ PRODUCTS: dict[str, tuple[Product, ...]] = {  # of these ops
     "logits": ("head",),
 }
 TOLERANCE = 1e-2  # relative RMS; fp16 rounding between kernels leaves about 1e-3
+TOLERANCES: dict[str, float] = {}  # of formats whose products round more
 WIDTH, FFN, VOCAB, RANKS = 256, 1024, 512, (32, 32, 16, 64)
 SLOTS = 100
 EXTENT = 2  # of the check; raised when it sees more, so that cards checked before are checked again
@@ -79,16 +80,19 @@ class PartlyReferenceOps(KernelOps):
         return reference_ops.logits(x, y, model.source, index)
 
 
-def failing(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None) -> list[str]:
+def failing(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None, *, quant: str = "") -> list[str]:
     """Return the names of ops, SAMPLER and FILL, whose kernels disagree with the reference here; remembered in `file`.
+
+    quant  format of the matrices, "" = fp16
 
     What cannot be run counts too, until the next start. OutOfMemoryError where there is no memory to find it out.
     """
     key = f"{torch.cuda.get_device_name(launcher.device)}, torch {torch.__version__}, state {wkv_dtype}, check {EXTENT}"
+    key += f", {quant}" if quant else ""
     known = recall(file, dict[str, list[str]]) if file is not None else {}
     wrong = known.get(key)
     if wrong is None or not {*wrong} <= {*OPS, SAMPLER, FILL}:
-        wrong, broken = _check_all(launcher, wkv_dtype)
+        wrong, broken = _check_all(launcher, wkv_dtype, quant)
         if file is not None and not broken:
             remember(file, known | {key: wrong})
         wrong += broken
@@ -97,9 +101,9 @@ def failing(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None
     return wrong
 
 
-def _check_all(launcher: Launcher, wkv_dtype: torch.dtype) -> tuple[list[str], list[str]]:
+def _check_all(launcher: Launcher, wkv_dtype: torch.dtype, quant: str) -> tuple[list[str], list[str]]:
     """Return the names of what gives wrong results and of what cannot be run."""
-    checks: dict[str, Callable[[], bool]] = {name: lambda name=name: _agrees(name, launcher, wkv_dtype) for name in OPS}
+    checks: dict[str, Callable[[], bool]] = {name: lambda name=name: _agrees(name, launcher, wkv_dtype, quant) for name in OPS}
     checks[SAMPLER] = lambda: _samples(launcher)
     checks[FILL] = lambda: _fills(launcher, wkv_dtype)
     wrong, broken = [], []
@@ -123,9 +127,9 @@ def _samples(launcher: Launcher) -> bool:
 
 
 @torch.inference_mode()
-def _agrees(name: str, launcher: Launcher, wkv_dtype: torch.dtype) -> bool:
+def _agrees(name: str, launcher: Launcher, wkv_dtype: torch.dtype, quant: str) -> bool:
     """Run the forward pass with only this op on kernels, in every way that these sizes can be done, beside one with none."""
-    weights = random_weights(launcher.device)
+    weights, tolerance = random_weights(launcher.device, quant=quant), TOLERANCES.get(quant, TOLERANCE)
     limits = {"max_tokens": 128, "max_rows": 128}
     expecting = Model(weights, PartlyReferenceOps(weights, launcher, frozenset(OPS), **limits))
     ops = PartlyReferenceOps(weights, launcher, frozenset(OPS) - {name}, **limits)
@@ -140,7 +144,7 @@ def _agrees(name: str, launcher: Launcher, wkv_dtype: torch.dtype) -> bool:
                 log.error("op %s (%s by %s) cannot be run for rows of %s", name, product, variant, lengths)
                 raise
             for one, other in zip(expected, got, strict=True):
-                if not float((one - other).norm()) <= TOLERANCE * float(one.norm()):  # NaN is a failure too
+                if not float((one - other).norm()) <= tolerance * float(one.norm()):  # NaN is a failure too
                     log.error("op %s (%s by %s): wrong for rows of %s", name, product, variant, lengths)
                     return False
             ops.choose(product, num_tokens, None)
@@ -183,8 +187,8 @@ def _run(model: Model, lengths: list[int], wkv_dtype: torch.dtype) -> list[Tenso
     return [*(t.clone() for t in logits), state.shift.float(), state.wkv.float()]
 
 
-def random_weights(device: torch.device, num_layers: int = 2) -> Weights:
-    """Return a small model of random numbers in fp16."""
+def random_weights(device: torch.device, num_layers: int = 2, *, quant: str = "") -> Weights:
+    """Return a small model of random numbers in fp16, its matrices in the format `quant`."""
     generator = torch.Generator(device=device).manual_seed(0)
 
     def normal(*dims: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
@@ -208,8 +212,9 @@ def random_weights(device: torch.device, num_layers: int = 2) -> Weights:
             g1=matrix(WIDTH, rank_g), g2=matrix(rank_g, WIDTH, width=rank_g),
             k_k=normal(WIDTH, std=0.1, mean=0.8), k_a=k_a, one_minus_k_a=1 - k_a,
             r_k=normal(WIDTH // HEAD_SIZE, HEAD_SIZE, std=0.1),
-            rkv=Weight(matrix(3, WIDTH, WIDTH)), output=Weight(matrix(WIDTH, WIDTH)),
-            ffn_key=Weight(matrix(FFN, WIDTH)), ffn_value=Weight(matrix(FFN, WIDTH, width=FFN)),
+            rkv=Weight.quantised(matrix(3, WIDTH, WIDTH), quant), output=Weight.quantised(matrix(WIDTH, WIDTH), quant),
+            ffn_key=Weight.quantised(matrix(FFN, WIDTH), quant),
+            ffn_value=Weight.quantised(matrix(FFN, WIDTH, width=FFN), quant, transposed=True),
         )  # fmt: skip
 
     return Weights(
@@ -220,6 +225,6 @@ def random_weights(device: torch.device, num_layers: int = 2) -> Weights:
         layers=[layer(first=i == 0) for i in range(num_layers)],
         ln_out_weight=normal(WIDTH, std=0.1, mean=1),
         ln_out_bias=normal(WIDTH, std=0.1),
-        head=Weight(matrix(VOCAB, WIDTH)),
+        head=Weight.quantised(matrix(VOCAB, WIDTH), quant),
         output_ids=torch.arange(VOCAB, device=device),
     )

@@ -1,0 +1,1 @@
+"""Products with quantised matrices, which are read as they are stored."""
