@@ -153,6 +153,41 @@ DEFINE_WGMMA(128, 64, 65, 66, 67, F64(0))
 DEFINE_WGMMA(160, 80, 81, 82, 83, F64(0), F16(64))
 DEFINE_WGMMA(256, 128, 129, 130, 131, F64(0), F64(64))
 #undef DEFINE_WGMMA
+
+// sums [64, BN] (+)= a b^T with a in registers and b [BN, K] in shared memory. Lane 4 g + q of warp w holds of rows 16 w + g and
+// 16 w + g + 8 in a[0] and a[1] the K's first half, in a[2] and a[3] its second: of fp16 (K = 16) values 2 q and 2 q + 1 of each
+// half, of e4m3 (K = 32) values 4 q to 4 q + 3.
+template <int BN>
+struct WgmmaHeld;
+
+#define WGMMA_HELD(BN, A0, A1, A2, A3, B, ADD, TYPES, TAIL, ...)                                           \
+    asm volatile(                                                                                          \
+        "{ .reg .pred add; setp.ne.b32 add, %" #ADD ", 0;\n"                                               \
+        "wgmma.mma_async.sync.aligned.m64n" #BN TYPES " {" S##BN "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 \
+        "}, %" #B ", add, 1, 1" TAIL "; }"                                                                 \
+        : __VA_ARGS__                                                                                      \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+#define DEFINE_WGMMA_HELD(BN, A0, A1, A2, A3, B, ADD, ...)                                                                 \
+    template <>                                                                                                            \
+    struct WgmmaHeld<BN> {                                                                                                 \
+        static __device__ __forceinline__ void multiply_fp16(                                                              \
+            float (&s)[BN / 2], const uint32_t (&a)[4], uint64_t b, int add                                                \
+        ) {                                                                                                                \
+            WGMMA_HELD(BN, A0, A1, A2, A3, B, ADD, "k16.f32.f16.f16", ", 0", __VA_ARGS__);                                 \
+        }                                                                                                                  \
+        static __device__ __forceinline__ void multiply_e4m3(                                                              \
+            float (&s)[BN / 2], const uint32_t (&a)[4], uint64_t b, int add                                                \
+        ) {                                                                                                                \
+            WGMMA_HELD(BN, A0, A1, A2, A3, B, ADD, "k32.f32.e4m3.e4m3", "", __VA_ARGS__);                                  \
+        }                                                                                                                  \
+    };
+DEFINE_WGMMA_HELD(16, 8, 9, 10, 11, 12, 13, F8(0))
+DEFINE_WGMMA_HELD(32, 16, 17, 18, 19, 20, 21, F16(0))
+DEFINE_WGMMA_HELD(64, 32, 33, 34, 35, 36, 37, F32(0))
+DEFINE_WGMMA_HELD(96, 48, 49, 50, 51, 52, 53, F32(0), F16(32))
+DEFINE_WGMMA_HELD(128, 64, 65, 66, 67, 68, 69, F64(0))
+#undef DEFINE_WGMMA_HELD
+#undef WGMMA_HELD
 #undef S8
 #undef S16
 #undef S32
@@ -189,10 +224,11 @@ __device__ __forceinline__ void spread_sums(const float (&sums)[BN / 2], float* 
 
 #endif
 
-// Describe a fp16 tensor to the copy engine: sizes and the box that one copy takes, in values, innermost first; strides in bytes,
+// Describe a tensor, of fp16 unless said, to the copy engine: sizes and the box that one copy takes, in values, innermost first; strides in bytes,
 // from the second dimension on. What a box has outside the tensor arrives as zeros. Returns a CUDA error number.
 inline int describe_tensor(
-    CUtensorMap* map, const void* tensor, int rank, const uint64_t* sizes, const uint64_t* strides, const uint32_t* box
+    CUtensorMap* map, const void* tensor, int rank, const uint64_t* sizes, const uint64_t* strides, const uint32_t* box,
+    CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_FLOAT16
 ) {
     static void* const encode = [] {
         void* function = nullptr;
@@ -203,7 +239,7 @@ inline int describe_tensor(
     if (!encode) return cudaErrorNotSupported;
     const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
-        map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank, const_cast<void*>(tensor), sizes, strides, box, steps,
+        map, type, rank, const_cast<void*>(tensor), sizes, strides, box, steps,
         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
     );

@@ -61,6 +61,9 @@ class Product:
 class MatMul:
     """Products on one device. Not for use from two threads or streams at a time: they share a workspace."""
 
+    NAME = "matmul"  # of the file of choices
+    INPUT_TYPE = HALF
+
     def __init__(self, launcher: Launcher):
         self.launcher = launcher
         self._lib = _library()
@@ -72,7 +75,7 @@ class MatMul:
         self._matmul = self._lib.cublasLtMatmul
         self._matmul.argtypes = [ctypes.c_void_p] * 14 + [ctypes.c_size_t, ctypes.c_void_p]
         name = torch.cuda.get_device_name(launcher.device).replace(" ", "-")
-        self._file = cache_folder() / f"matmul-{name}-{self._lib.cublasLtGetVersion()}.json"
+        self._file = cache_folder() / f"{self.NAME}-{name}-{self._lib.cublasLtGetVersion()}.json"
         choices = recall(self._file, dict[str, list[int]])
         self._choices = {shape: words for shape, words in choices.items() if len(words) == len(Algorithm().data)}
 
@@ -86,7 +89,7 @@ class MatMul:
         product = self._products.get(shape) or self._prepare(shape)
         self._run(product, x, weight, out)
 
-    def tune(self, calls: list[tuple[Tensor, Tensor, Tensor]], *, in_out: bool = False) -> None:
+    def tune(self, calls: list[tuple[Tensor, ...]], *, in_out: bool = False) -> None:
         """Choose the algorithm of one shape by timing `calls`, (x, weight, out) of different weights, in a CUDA graph."""
         shape = _shape(*calls[0][:2], in_out)
         key = ",".join(map(str, shape))
@@ -118,12 +121,10 @@ class MatMul:
 
     def _prepare(self, shape: tuple) -> Product:
         count, n, m, k, transposed = shape
-        desc = ctypes.c_void_p()
-        self._call("cublasLtMatmulDescCreate", ctypes.byref(desc), COMPUTE_SINGLE, SINGLE)
-        trans = ctypes.c_int32(transposed)
-        self._call("cublasLtMatmulDescSetAttribute", desc, DESC_TRANSA, ctypes.byref(trans), ctypes.c_size_t(4))
+        desc = self._describe(transposed)
         rows, columns = (k, m) if transposed else (m, k)
-        layouts = (self._layout(rows, columns, count), self._layout(k, n, count), self._layout(m, n, count))
+        inputs = (self._layout(rows, columns, count, self.INPUT_TYPE), self._layout(k, n, count, self.INPUT_TYPE))
+        layouts = (*inputs, self._layout(m, n, count, HALF))
         product = Product(desc, *layouts, Algorithm())
         chosen = self._choices.get(",".join(map(str, shape)))
         if chosen:
@@ -138,16 +139,26 @@ class MatMul:
         self._products[shape] = product
         return product
 
+    def _describe(self, transposed: int) -> ctypes.c_void_p:
+        desc = ctypes.c_void_p()
+        self._call("cublasLtMatmulDescCreate", ctypes.byref(desc), COMPUTE_SINGLE, SINGLE)
+        self._set(desc, DESC_TRANSA, ctypes.c_int32(transposed))
+        return desc
+
+    def _set(self, desc: ctypes.c_void_p, attribute: int, value: ctypes._SimpleCData) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        self._call("cublasLtMatmulDescSetAttribute", desc, attribute, ctypes.byref(value), size)
+
     def _forget(self, shape: tuple) -> None:
         product = self._products.pop(shape)
         self._call("cublasLtMatmulDescDestroy", product.desc)
         for layout in (product.a, product.b, product.c):
             self._call("cublasLtMatrixLayoutDestroy", layout)
 
-    def _layout(self, rows: int, columns: int, count: int) -> ctypes.c_void_p:
+    def _layout(self, rows: int, columns: int, count: int, dtype: int) -> ctypes.c_void_p:
         layout = ctypes.c_void_p()
         self._call(
-            "cublasLtMatrixLayoutCreate", ctypes.byref(layout), HALF,
+            "cublasLtMatrixLayoutCreate", ctypes.byref(layout), dtype,
             ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows),
         )  # fmt: skip
         if count > 1:

@@ -1,0 +1,519 @@
+// out[n, m] = scale[m] * sum over k of W[m, k] x[n, k] for some to many rows n, W of 8 bits a value, by Hopper's wgmma with the
+// weights as its 64-high operand, in registers.
+//
+// A tile is WGS times 128 rows of W by BN rows of x. One warp keeps a ring of shared-memory stages full through the copy engine
+// (TMA, 128-byte swizzle), 128 values of k a stage. A warpgroup for every 128 weight rows takes their bytes into registers: two
+// operands of 64 rows. x is fp16, and weights become fp16 on the way; or both are e4m3 and multiplied as they are, x having a
+// scale for each row, and sums of 128 values of k are added up in fp32, since the tensor cores keep 14 bits of a sum of e4m3
+// (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, 3.3.2).
+//
+// Which weight row a lane works on is free: lane 4 g + q of warp w has rows 32 w + 4 g + i, i = 0..3, of the warpgroup's. So
+// - of a matrix [M, K] (in the order of rwkv_batch/model/quantized.py: a lane's 16 values of k of each 64 lie together) it reads
+//   16 bytes of each row;
+// - of a matrix [K, M] it reads 4 bytes, its rows, of each k = 16 s + 2 q + {0, 1, 8, 9}, and turns 4 times 4 bytes over;
+// - its results for a row of x are neighbours, 8 bytes of fp16.
+// e4m3 rows of x have the values of k that a lane needs at once together: stored[16 s + 4 q + j] = x[16 s + 2 q + {0, 1, 8, 9}[j]].
+//
+// Where there are too few tiles for the device, a cluster of `split` thread blocks shares a tile, each summing a part of k; then
+// each adds all sums for its part of the rows of x in the order of k. A row's result depends on neither its position nor the
+// other rows, nor on how many there are while `split` stays the same.
+#pragma once
+
+#include "../linear/hopper.cuh"
+
+#include <algorithm>
+
+namespace rwkv {
+namespace {
+
+constexpr int BK = 128;  // k of a stage: bytes of a row of weights
+constexpr int GROUP_ROWS = 128, GROUP_BYTES = GROUP_ROWS * BK;  // weight rows of a warpgroup, and their bytes of a stage
+constexpr int MAX_STAGES = 16;
+constexpr int MAX_SPLIT = 8;  // thread blocks of a cluster on every device
+constexpr int BAND = 8;       // tiles of rows of x that go with all weights before the next: they stay in the L2 cache
+
+enum Values : int { INT8_VALUES, E4M3_VALUES };
+
+struct Shape {
+    __half* out;               // [batch, N, width]
+    const float* scales;       // [batch, M] of weight rows
+    const float* token_scales;  // [batch, N] of rows of x, where they are e4m3
+    uint32_t* active_mask;     // [M / 32] or null: bit i of word w says whether weight row 32 w + i has a result that is not zero
+    int N, M, width, k_blocks, m_tiles, n_tiles, batch, split, log_split, stages;
+    int activation;
+};
+
+// Thread blocks of wide tiles have a whole loading warpgroup, whose registers the others get; else one loading warp.
+__host__ __device__ constexpr int threads(int wgs, int bn) { return wgs * 128 + (bn <= 64 ? 32 : 128); }
+__host__ __device__ constexpr int stage_bytes(int wgs, int bn, bool fp8) { return wgs * GROUP_BYTES + bn * BK * (fp8 ? 1 : 2); }
+__host__ __device__ constexpr int float_pitch(int wgs) { return wgs * GROUP_ROWS + 4; }  // fp32 row of the partial sums
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// max(a, 0)^2 that fits into fp16; NaN stays.
+__device__ __forceinline__ float relu_squared(float a) {
+    a = a < 0.f ? 0.f : a * a;
+    return a > 65504.f ? 65504.f : a;
+}
+// Two results as fp16.
+__device__ __forceinline__ uint32_t finish(float a, float b, int activation) {
+    if (activation == RELU_SQUARE) a = relu_squared(a), b = relu_squared(b);
+    const __half2 pair = __floats2half2_rn(a, b);
+    return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// A thread block's part of the work: every `stride`-th tile from `first`, k blocks k0 to k0 + steps - 1 of each.
+struct Work {
+    int part, first, stride, tiles, k0, steps;
+    __device__ explicit Work(const Shape& p) {
+        part = blockIdx.x & (p.split - 1);
+        first = blockIdx.x >> p.log_split, stride = gridDim.x >> p.log_split;
+        tiles = p.m_tiles * p.batch * p.n_tiles;
+        k0 = part * p.k_blocks >> p.log_split;
+        steps = ((part + 1) * p.k_blocks >> p.log_split) - k0;
+    }
+};
+struct Tile {
+    int m, n = 0, plane = 0;  // first weight row, first row of x, and which of the matrices
+    __device__ Tile(int tile, const Shape& p, int bm, int bn) {
+        if (p.n_tiles > 1) {
+            const int of_band = BAND * p.m_tiles * p.batch, first = tile / of_band * BAND;
+            const int breadth = min(BAND, p.n_tiles - first);
+            tile %= of_band;
+            n = (first + tile % breadth) * bn, tile /= breadth;
+        }
+        if (p.batch > 1) plane = tile / p.m_tiles, tile %= p.m_tiles;
+        m = tile * bm;
+    }
+};
+
+struct Ring {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void advance(int stages) {
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+};
+
+struct Barriers {
+    uint64_t full[MAX_STAGES], empty[MAX_STAGES];
+};
+
+// The loading warp, of which one thread works.
+template <bool FP8, bool TRANSPOSED, int WGS, int BN>
+__device__ __forceinline__ void load(
+    const CUtensorMap& w_map, const CUtensorMap& x_map, const Shape& p, const Work& work, char* stages, Barriers& barriers
+) {
+    constexpr int STAGE = stage_bytes(WGS, BN, FP8);
+    const uint64_t w_policy = p.n_tiles == 1 ? READ_ONCE : READ_AGAIN;
+    auto load_w = [&](int stage, const Tile& tile, int k) {
+        expect_bytes(&barriers.full[stage], STAGE);
+        char* to = stages + stage * STAGE;
+#pragma unroll
+        for (int group = 0; group < WGS; group++) {
+            const int m = tile.m + group * GROUP_ROWS;
+            copy_box(to + group * GROUP_BYTES, w_map, &barriers.full[stage], w_policy, TRANSPOSED ? m : k * BK,
+                     TRANSPOSED ? k * BK : m, tile.plane);
+        }
+    };
+    auto load_x = [&](int stage, const Tile& tile, int k) {
+        char* to = stages + stage * STAGE + WGS * GROUP_BYTES;
+#pragma unroll
+        for (int half = 0; half < (FP8 ? 1 : 2); half++)  // bytes: 64 values of fp16, or 128 of e4m3
+            copy_box(to + half * BN * 128, x_map, &barriers.full[stage], READ_AGAIN, k * BK * (FP8 ? 1 : 2) + half * 128, tile.n,
+                     tile.plane);
+    };
+    const bool leads = threadIdx.x % 32 == 0;
+    const int early = min(p.stages, work.steps);
+    const Tile first(work.first, p, WGS * GROUP_ROWS, BN);
+#pragma unroll 1
+    for (int i = 0; leads && i < early; i++) load_w(i, first, work.k0 + i);
+    // The next kernel may ask for its weights when all of this one's are asked for.
+    const bool all = early == work.steps && work.first + work.stride >= work.tiles;
+    if (all) release_next();
+    __syncwarp();
+    __syncthreads();
+    if (leads) {
+        wait_for_previous();
+#pragma unroll 1
+        for (int i = 0; i < early; i++) load_x(i, first, work.k0 + i);
+
+        Ring ring{early % p.stages, early / p.stages};
+        for (int t = work.first; t < work.tiles; t += work.stride) {
+            const Tile tile(t, p, WGS * GROUP_ROWS, BN);
+#pragma unroll 1
+            for (int i = t == work.first ? early : 0; i < work.steps; i++) {
+                wait(&barriers.empty[ring.stage], ring.parity ^ 1);
+                load_w(ring.stage, tile, work.k0 + i);
+                load_x(ring.stage, tile, work.k0 + i);
+                ring.advance(p.stages);
+            }
+        }
+        if (!all) release_next();
+    }
+    __syncwarp();
+}
+
+__device__ __forceinline__ uint4 read16(uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ uint32_t read4(uint32_t at) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+
+// A lane's bytes of 64 values of k, `half` of those of a stage at `weights`. Of [M, K]: word 4 i + s has the values of row i of
+// the four in fragment s. TRANSPOSED: word 4 s + j has the rows' values of the fragment's j-th k.
+template <bool TRANSPOSED>
+__device__ __forceinline__ void read_weights(uint32_t (&words)[16], uint32_t weights, int half) {
+    const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    if constexpr (TRANSPOSED) {
+        const int piece = 2 * warp + g / 4;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int row = 2 * q + (j & 1);  // modulo 8, which the swizzle goes by
+            const uint32_t at = weights + row * BK + (piece ^ row) * 16 + g % 4 * 4;
+#pragma unroll
+            for (int s = 0; s < 4; s++) words[4 * s + j] = read4(at + (half * 64 + s * 16 + (j >> 1) * 8) * BK);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int row = 32 * warp + 4 * g + i;
+            const uint4 v = read16(weights + row * BK + ((half * 4 + q) ^ row % 8) * 16);
+            words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
+        }
+    }
+}
+
+// Two neighbouring bytes, the upper or the lower, as fp16. Of int8 all bits but the sign's are as stored.
+template <Values VALUES>
+__device__ __forceinline__ uint32_t to_fp16(uint32_t word, bool upper) {
+    uint32_t pair;
+    if constexpr (VALUES == INT8_VALUES) {  // 1024 + 128 + value
+        pair = __byte_perm(word, 0x64646464, upper ? 0x4342 : 0x4140);
+        asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(0x64806480));
+    } else {
+        asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low; }"
+            : "=r"(pair)
+            : "r"(upper ? word >> 16 : word));
+    }
+    return pair;
+}
+
+// The operands of fragments s = 0..3 of 16 values of k, in fp16, of both tiles of 64 rows.
+template <Values VALUES, bool TRANSPOSED>
+__device__ __forceinline__ void convert(uint32_t (&a)[4][2][4], uint32_t (&words)[16]) {
+    if constexpr (VALUES == INT8_VALUES)
+#pragma unroll
+        for (int i = 0; i < 16; i++) words[i] ^= 0x80808080;
+#pragma unroll
+    for (int s = 0; s < 4; s++)
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++)
+            if constexpr (TRANSPOSED) {
+#pragma unroll
+                for (int later = 0; later < 2; later++) {  // the fragment's k from 8 on
+                    const uint32_t pairs =
+                        __byte_perm(words[4 * s + 2 * later], words[4 * s + 2 * later + 1], tile ? 0x7362 : 0x5140);
+                    a[s][tile][2 * later] = to_fp16<VALUES>(pairs, false);
+                    a[s][tile][2 * later + 1] = to_fp16<VALUES>(pairs, true);
+                }
+            } else {
+#pragma unroll
+                for (int r = 0; r < 4; r++) a[s][tile][r] = to_fp16<VALUES>(words[4 * (2 * tile + (r & 1)) + s], r >= 2);
+            }
+}
+
+// The operands of two fragments of 32 values of k, as e4m3.
+template <bool TRANSPOSED>
+__device__ __forceinline__ void arrange(uint32_t (&a)[2][2][4], const uint32_t (&words)[16]) {
+#pragma unroll
+    for (int s = 0; s < 4; s++)
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+            uint32_t* to = a[s / 2][tile] + s % 2 * 2;
+            if constexpr (TRANSPOSED) {
+                const uint32_t first = __byte_perm(words[4 * s], words[4 * s + 1], tile ? 0x7362 : 0x5140);
+                const uint32_t later = __byte_perm(words[4 * s + 2], words[4 * s + 3], tile ? 0x7362 : 0x5140);
+                to[0] = __byte_perm(first, later, 0x5410), to[1] = __byte_perm(first, later, 0x7632);
+            } else {
+                to[0] = words[4 * (2 * tile) + s], to[1] = words[4 * (2 * tile + 1) + s];
+            }
+        }
+}
+
+// One warpgroup's sums of a tile, over this thread block's part of k, x being fp16. 64 values of k are converted while the tensor
+// cores work on the 64 before.
+template <Values VALUES, bool TRANSPOSED, int WGS, int BN>
+__device__ __forceinline__ void accumulate_fp16(
+    float (&sums)[2][BN / 2], const Shape& p, const Work& work, const char* stages, Barriers& barriers, Ring& ring
+) {
+    constexpr int STAGE = stage_bytes(WGS, BN, false);
+    const int group = threadIdx.x / 128;
+    auto release = [&](int stage) {
+        if (threadIdx.x % 32 == 0) arrive(&barriers.empty[stage]);
+    };
+    uint32_t a[2][4][2][4];
+    int last = 0;
+#pragma unroll 1
+    for (int i = 0; i < work.steps; i++) {
+        wait(&barriers.full[ring.stage], ring.parity);
+        const uint32_t stage = shared_address(stages) + ring.stage * STAGE;
+        const uint64_t b = describe(stage + WGS * GROUP_BYTES);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint32_t words[16];
+            read_weights<TRANSPOSED>(words, stage + group * GROUP_BYTES, half);
+            wgmma_wait<1>();
+            if (half == 1 && i > 0) release(last);
+            convert<VALUES, TRANSPOSED>(a[half], words);
+            wgmma_fence();
+#pragma unroll
+            for (int s = 0; s < 4; s++)
+#pragma unroll
+                for (int tile = 0; tile < 2; tile++)
+                    WgmmaHeld<BN>::multiply_fp16(sums[tile], a[half][s][tile], b + (half * BN * 128 + s * 32) / 16, i + half + s > 0);
+            wgmma_commit();
+        }
+        last = ring.stage;
+        ring.advance(p.stages);
+    }
+    wgmma_wait<0>();
+    release(last);
+}
+
+// The same with x in e4m3.
+template <bool TRANSPOSED, int WGS, int BN>
+__device__ __forceinline__ void accumulate_e4m3(
+    float (&sums)[2][BN / 2], const Shape& p, const Work& work, const char* stages, Barriers& barriers, Ring& ring
+) {
+    constexpr int STAGE = stage_bytes(WGS, BN, true);
+    const int group = threadIdx.x / 128;
+#pragma unroll
+    for (int i = 0; i < BN; i++) sums[i / (BN / 2)][i % (BN / 2)] = 0;
+#pragma unroll 1
+    for (int i = 0; i < work.steps; i++) {
+        wait(&barriers.full[ring.stage], ring.parity);
+        const uint32_t stage = shared_address(stages) + ring.stage * STAGE;
+        const uint64_t b = describe(stage + WGS * GROUP_BYTES);
+        uint32_t a[2][2][2][4];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint32_t words[16];
+            read_weights<TRANSPOSED>(words, stage + group * GROUP_BYTES, half);
+            arrange<TRANSPOSED>(a[half], words);
+        }
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+            float part[BN / 2];
+            wgmma_fence();
+#pragma unroll
+            for (int u = 0; u < 4; u++) WgmmaHeld<BN>::multiply_e4m3(part, a[u / 2][u % 2][tile], b + u * 2, u > 0);
+            wgmma_commit();
+            wgmma_wait<0>();
+            if (tile == 1 && threadIdx.x % 32 == 0) arrive(&barriers.empty[ring.stage]);
+#pragma unroll
+            for (int j = 0; j < BN / 2; j++) sums[tile][j] += part[j];
+        }
+        ring.advance(p.stages);
+    }
+}
+
+// A lane's four weight rows: where they are in the tile, and their scales.
+struct Rows {
+    int m;
+    float scale[4];
+    __device__ Rows(const Shape& p, const Tile& tile, int in_tile) : m(tile.m + in_tile) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) scale[i] = m + i < p.M ? p.scales[size_t(tile.plane) * p.M + m + i] : 0.f;
+    }
+    // Write the results of four sums of a row of x; returns them or'ed, as fp16, in the order (0, 1), (2, 3).
+    __device__ __forceinline__ uint2 write(const Shape& p, const Tile& tile, int row, float a, float b, float c, float d) const {
+        const float of_x = p.token_scales ? p.token_scales[size_t(tile.plane) * p.N + row] : 1.f;
+        const uint2 v = make_uint2(
+            finish(a * (scale[0] * of_x), b * (scale[1] * of_x), p.activation),
+            finish(c * (scale[2] * of_x), d * (scale[3] * of_x), p.activation)
+        );
+        *reinterpret_cast<uint2*>(p.out + (size_t(tile.plane) * p.N + row) * p.width + m) = v;
+        return v;
+    }
+};
+
+// Write one warpgroup's sums as fp16.
+template <int BN>
+__device__ __forceinline__ void store(const float (&sums)[2][BN / 2], const Shape& p, const Tile& tile) {
+    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 32;  // a warp has 32 weight rows
+    const Rows rows(p, tile, first + lane / 4 * 4);
+    uint2 any{};
+    if (rows.m < p.width)
+#pragma unroll
+        for (int j = 0; j < BN / 8; j++)
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++) {
+                const int row = tile.n + j * 8 + lane % 4 * 2 + odd, at = j * 4 + odd;
+                if (row >= p.N) continue;
+                const uint2 v = rows.write(p, tile, row, sums[0][at], sums[0][at + 2], sums[1][at], sums[1][at + 2]);
+                any.x |= v.x, any.y |= v.y;
+            }
+    if (p.active_mask) {
+        const auto bit = [](uint32_t half, int at) { return uint32_t((half & 0x7fff) != 0) << at; };
+        const uint32_t own = bit(any.x, 0) | bit(any.x >> 16, 1) | bit(any.y, 2) | bit(any.y >> 16, 3);
+        const uint32_t active_mask = __reduce_or_sync(0xffffffff, own << lane / 4 * 4);
+        if (lane == 0 && tile.m + first < p.M) p.active_mask[(tile.m + first) / 32] = active_mask;
+    }
+}
+
+// Add the sums of the blocks that split k, in its order, and write them: each block an equal part of the rows of x. This block's
+// sums go where the stages were. Threads that hold no sums take part in the two meetings of the cluster.
+template <int WGS, int BN>
+__device__ __forceinline__ void store_shared(
+    const float (&sums)[2][BN / 2], const Shape& p, const Tile& tile, char* stages, const Work& work
+) {
+    constexpr int PITCH = float_pitch(WGS), WIDTH = WGS * GROUP_ROWS / 4;
+    const int thread = threadIdx.x, lane = thread % 32;
+    float* const own = reinterpret_cast<float*>(stages);
+    sync_threads(1, WGS * 128);  // all of the stages are used up
+    float* to = own + lane % 4 * 2 * PITCH + thread / 32 * 32 + lane / 4 * 4;
+#pragma unroll
+    for (int j = 0; j < BN / 8; j++, to += 8 * PITCH)
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            const int at = j * 4 + odd;
+            *reinterpret_cast<float4*>(to + odd * PITCH) =
+                make_float4(sums[0][at], sums[0][at + 2], sums[1][at], sums[1][at + 2]);
+        }
+    cluster_arrive_release();
+    cluster_wait();
+    const int tokens = BN >> p.log_split;
+    const Rows rows(p, tile, thread % WIDTH * 4);
+#pragma unroll 1
+    for (int n = thread / WIDTH; n < tokens; n += WGS * 128 / WIDTH) {
+        const int of_tile = work.part * tokens + n, row = tile.n + of_tile;
+        if (row >= p.N || rows.m >= p.width) break;
+        float4 sum{};
+#pragma unroll
+        for (int part = 0; part < MAX_SPLIT; part++) {
+            if (part >= p.split) break;
+            const float4 v = *reinterpret_cast<const float4*>(remote(own, part) + of_tile * PITCH + thread % WIDTH * 4);
+            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        }
+        rows.write(p, tile, row, sum.x, sum.y, sum.z, sum.w);
+    }
+    __syncwarp();
+    cluster_arrive_relaxed();  // this block's memory is read until all have got their sums
+    cluster_wait();
+}
+
+// All tiles of one thread block.
+template <Values VALUES, bool FP8, bool TRANSPOSED, int WGS, int BN>
+__device__ __forceinline__ void multiply_tiles(const CUtensorMap& w_map, const CUtensorMap& x_map, const Shape& p, char* memory) {
+    __shared__ Barriers barriers;
+    constexpr int CONSUMERS = WGS * 128;
+    char* const stages = memory + (1024 - shared_address(memory) % 1024) % 1024;
+    const Work work(p);
+
+    const bool loads = threadIdx.x / 32 == CONSUMERS / 32;
+    if (loads) {
+        const int lane = threadIdx.x % 32;
+        if (lane < p.stages) init_barrier(&barriers.full[lane], 1), init_barrier(&barriers.empty[lane], CONSUMERS / 32);
+        publish_barriers();
+        __syncwarp();
+    }
+    if (threadIdx.x < CONSUMERS) {
+        if (BN > 64) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        __syncthreads();
+        if (FP8) wait_for_previous();  // the scales of the rows of x
+        Ring ring;
+        for (int t = work.first; t < work.tiles; t += work.stride) {
+            float sums[2][BN / 2];
+            if constexpr (FP8)
+                accumulate_e4m3<TRANSPOSED, WGS, BN>(sums, p, work, stages, barriers, ring);
+            else
+                accumulate_fp16<VALUES, TRANSPOSED, WGS, BN>(sums, p, work, stages, barriers, ring);
+            const Tile tile(t, p, WGS * GROUP_ROWS, BN);
+            if (p.split == 1)
+                store<BN>(sums, p, tile);
+            else
+                store_shared<WGS, BN>(sums, p, tile, stages, work);
+        }
+    } else {
+        if (BN > 64) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (loads)
+            load<FP8, TRANSPOSED, WGS, BN>(w_map, x_map, p, work, stages, barriers);
+        else
+            __syncthreads();
+        if (p.split > 1) {
+            cluster_arrive_release();
+            cluster_wait();
+            cluster_arrive_relaxed();
+            cluster_wait();
+        }
+    }
+}
+
+#endif
+
+template <Values VALUES, bool FP8, bool TRANSPOSED, int WGS, int BN>
+__global__ void __launch_bounds__(threads(WGS, BN), WGS == 1 && BN <= 64 ? 2 : 1)
+    quant_gemm(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ Shape p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ char memory[];
+    multiply_tiles<VALUES, FP8, TRANSPOSED, WGS, BN>(w_map, x_map, p, memory);
+#endif
+}
+
+using Kernel = void (*)(CUtensorMap, CUtensorMap, Shape);
+struct Variant {
+    bool transposed;
+    int wgs, bn, stage;
+    Kernel kernel;
+};
+template <Values VALUES, bool FP8, bool TRANSPOSED, int WGS, int BN>
+constexpr Variant variant() {
+    return {TRANSPOSED, WGS, BN, stage_bytes(WGS, BN, FP8), quant_gemm<VALUES, FP8, TRANSPOSED, WGS, BN>};
+}
+
+// How a product is cut up: tiles bm x bn, thread blocks that share a tile's k, stages, tiles at once, whether to start early.
+struct Cut {
+    int bm, bn, split, stages, clusters, overlap;
+};
+
+template <int COUNT>
+cudaError_t launch(
+    const Variant (&variants)[COUNT], const void* w_map, const void* x_map, Shape p, int K, bool transposed, const Cut& cut, void* stream
+) {
+    p.split = cut.split, p.stages = cut.stages, p.k_blocks = (K + BK - 1) / BK;
+    p.log_split = cut.split >= MAX_SPLIT ? 3 : cut.split / 2;  // of 1, 2, 4, 8
+    if (p.N < 1 || p.M < 1 || K % 64 || p.k_blocks < p.split || p.split != 1 << p.log_split) return cudaErrorInvalidValue;
+    if (p.width < p.M || p.width % 8 || cut.clusters < 1 || p.stages < 2 || p.stages > MAX_STAGES) return cudaErrorInvalidValue;
+    for (const Variant& v : variants) {
+        if (v.transposed != transposed || v.wgs * GROUP_ROWS != cut.bm || v.bn != cut.bn) continue;
+        p.m_tiles = (p.width + cut.bm - 1) / cut.bm, p.n_tiles = (p.N + v.bn - 1) / v.bn;
+        if (p.active_mask && (p.split > 1 || p.n_tiles > 1 || p.batch > 1)) return cudaErrorInvalidValue;
+        const int tiles = p.m_tiles * p.batch * p.n_tiles, clusters = p.split > 1 ? tiles : std::min(cut.clusters, tiles);
+        const int shared = 1024 + std::max(p.stages * v.stage, p.split > 1 ? v.bn * float_pitch(v.wgs) * 4 : 0);
+        const Launch how = {dim3(clusters * p.split), dim3(threads(v.wgs, v.bn)), cudaStream_t(stream), cut.overlap, p.split, shared};
+        const auto map = [](const void* at) { return *static_cast<const CUtensorMap*>(at); };
+        return start(v.kernel, how, map(w_map), map(x_map), p);
+    }
+    return cudaErrorInvalidValue;
+}
+
+// 0 where these kernels run on the current device, cudaErrorNotSupported elsewhere.
+template <int COUNT>
+cudaError_t set_up(const Variant (&variants)[COUNT]) {
+    int device, major, bytes;
+    cudaError_t error = cudaGetDevice(&device);
+    if (!error) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (!error) error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (!error && major != 9) return cudaErrorNotSupported;
+    for (const Variant& v : variants)
+        if (!error) error = cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes - 1024);
+    return error;
+}
+
+}  // namespace
+}  // namespace rwkv

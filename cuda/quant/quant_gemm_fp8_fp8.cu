@@ -1,0 +1,31 @@
+// Products of e4m3 weights and e4m3 rows: see quant_gemm.cuh.
+#include "quant_gemm.cuh"
+
+namespace rwkv {
+namespace {
+
+template <bool TRANSPOSED, int WGS, int BN>
+constexpr Variant of() {
+    return variant<E4M3_VALUES, true, TRANSPOSED, WGS, BN>();
+}
+const Variant VARIANTS[] = {of<false, 1, 64>(), of<false, 2, 64>(), of<false, 2, 96>(), of<false, 2, 128>(),
+                            of<true, 1, 64>(), of<true, 2, 64>(), of<true, 2, 96>(), of<true, 2, 128>()};
+
+}  // namespace
+}  // namespace rwkv
+
+RWKV_EXPORT int rwkv_quant_gemm_fp8_fp8_setup() { return rwkv::set_up(rwkv::VARIANTS); }
+
+// See rwkv_quant_gemm_int8; x [batch, N, K] e4m3 in the order of fragments with scales token_scales [batch, N] fp32.
+RWKV_EXPORT int rwkv_quant_gemm_fp8_fp8(
+    const void* w_map, const void* x_map, const void* scales, const void* token_scales, void* out, void* active_mask, int N, int M,
+    int width, int K, int batch, int transposed, int relu_square, int bm, int bn, int split, int stages, int clusters, int overlap,
+    void* stream
+) {
+    using namespace rwkv;
+    if (!token_scales) return cudaErrorInvalidValue;
+    Shape p{static_cast<__half*>(out), static_cast<const float*>(scales), static_cast<const float*>(token_scales),
+            static_cast<uint32_t*>(active_mask), N, M, width};
+    p.batch = batch, p.activation = relu_square ? RELU_SQUARE : NONE;
+    return launch(VARIANTS, w_map, x_map, p, K, transposed, {bm, bn, split, stages, clusters, overlap}, stream);
+}
