@@ -38,6 +38,7 @@ DRAWN = SamplingParams(temperature=1, top_k=0, top_p=1, seed=5)
 WEARY = SamplingParams(temperature=1, top_k=0, top_p=1, seed=5, alpha_presence=0.5, alpha_frequency=0.5, alpha_decay=1)
 # Few tokens to choose from: among tens of thousands that are alike, a rounding would choose another.
 HEAVY = SamplingParams(temperature=1, top_k=4, top_p=1, seed=9, alpha_presence=0.7, alpha_frequency=0.3, repetition_penalty=1.1)
+UNPENALIZED = SamplingParams(temperature=1, top_k=4, top_p=1, seed=9, alpha_presence=0, alpha_frequency=0)
 LATE = pytest.mark.parametrize("late", [False, True])
 
 
@@ -62,6 +63,24 @@ class GrammarHarness(Harness):
         self.worker = type(self.worker)(
             self.engine, self.scheduler, self.tokenizer, self.deliver, sessions=self.sessions, grammars=grammars
         )
+
+    def always_wait(self):
+        """Have each mask made before the next step is planned."""
+        grammars, made = self.worker.grammars, threading.Event()
+        notify, flush = grammars.notify, grammars.flush
+
+        def tell(masks):
+            notify(masks)
+            if not grammars._num_open:
+                made.set()
+
+        def flush_and_wait():
+            waits = bool(grammars._told)
+            made.clear()
+            flush()
+            assert not waits or made.wait(60), "masks come"
+
+        grammars.notify, grammars.flush = tell, flush_and_wait
 
     def run(self, seconds=100):
         deadline = time.monotonic() + seconds
@@ -169,19 +188,8 @@ def test_a_row_that_samples_late_says_the_same_in_fewer_steps():
     def run(late):
         harness = GrammarHarness(late=late)
         harness.scheduler.mixed = False
-        notify = threading.Event()
-        told = harness.worker.grammars.notify
-        harness.worker.grammars.notify = lambda masks: (told(masks), notify.set())
-        plans = []
-        submit, flush = harness.engine.submit, harness.worker.grammars.flush
-
-        def flush_and_wait():
-            waits = bool(harness.worker.grammars._told)
-            notify.clear()
-            flush()
-            assert not waits or notify.wait(60), "masks come"
-
-        harness.worker.grammars.flush = flush_and_wait
+        harness.always_wait()
+        plans, submit = [], harness.engine.submit
         harness.engine.submit = lambda plan: plans.append({row.sequence.request.id for row in plan.rows}) or submit(plan)
         harness.submit("plain", [[3]], sampling=GREEDY, max_tokens=120)
         harness.submit("masked", [[5, 7]], sampling=WEARY, max_tokens=60, copies=3, grammar=Grammar("regex", "[a-z ]{50}", "p"))
@@ -196,28 +204,47 @@ def test_a_row_that_samples_late_says_the_same_in_fewer_steps():
     assert soon_span > 90, "every other step is sat out"
 
 
-def test_forced_tokens_are_fed_and_change_nothing(monkeypatch):
+@pytest.mark.parametrize(("late", "copies"), [(False, 4), (True, 1)])
+def test_forced_tokens_are_fed_and_change_nothing(monkeypatch, late, copies):
     def run(**fields):
-        harness = GrammarHarness(vocab=65536)
+        harness = GrammarHarness(vocab=65536, late=late)
+        harness.always_wait()
         fed = []
         submit = harness.engine.submit
 
         def note(plan):
-            fed.extend(len(row.ids) or 1 for row in plan.rows)
+            fed.append([len(row.ids) or 1 for row in plan.rows])
             return submit(plan)
 
         harness.engine.submit = note
         grammar = of_schema({**PERSON, "properties": {**PERSON["properties"], "mood": {"enum": ["so so", "very good"]}}}, "p")
-        found = harness.say(grammar, sampling=HEAVY, copies=4, **fields), {**harness.worker._totals}
+        found = harness.say(grammar, sampling=sampling, copies=copies, **fields), {**harness.worker._totals}
         return *found, fed
 
+    sampling = UNPENALIZED if late else HEAVY
     texts, totals, fed = run()
     monkeypatch.setattr(RowOutput, "may_be_fed", lambda row: False)
     plain, plain_totals, plain_fed = run()
     assert texts == plain
     assert totals["generation_tokens_total"] == plain_totals["generation_tokens_total"]
-    assert len(fed) < 0.8 * len(plain_fed)
-    assert max(fed) > max(plain_fed) == 2, "the prompt has two tokens"
+    assert len(fed) < 0.8 * len(plain_fed), "steps"
+    assert max(map(max, fed)) > max(map(max, plain_fed)) == 2, "the prompt has two tokens"
+
+
+def test_a_row_among_others_draws_what_it_must_say():
+    def run(others):
+        harness = GrammarHarness(late=True, slots=16)
+        harness.always_wait()
+        steps, submit = [], harness.engine.submit
+        harness.engine.submit = lambda plan: steps.append(max(len(row.ids) for row in plan.rows)) or submit(plan)
+        for number in range(others):
+            harness.submit(f"plain {number}", [[3]], sampling=GREEDY, max_tokens=60)
+        said = harness.say(Grammar("regex", "[ab]eight or so[ab]", "p"), sampling=UNPENALIZED)
+        return said, [fed for fed in steps if fed > 2]
+
+    (alone, fed), (beside, fed_beside) = run(0), run(15)
+    assert alone == beside
+    assert (len(fed), fed_beside) == (1, []), "one step feeds it where few wait for that, and none where many would"
 
 
 def test_forced_tokens_come_at_once_and_count():

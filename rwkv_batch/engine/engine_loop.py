@@ -31,7 +31,8 @@ LARGE_STATE = 16 * 2**20  # bytes
 IDLE_SECONDS = 0.25  # how long an idle loop sleeps between two signs of life
 POLL_SECONDS = 0.0002  # between two looks whether a step has run, while turns wait for the disk
 MASK_SECONDS = 0.001  # the same where all rows wait for their masks
-MASK_SHARE = 0.5  # of a step that runs, in which the next one waits for masks; it is submitted long before this one ends
+MASK_SHARE = 0.7  # the most of a step that runs in which the next one waits for masks; it is submitted before this one ends
+MASK_SHARE_STEP = 0.02  # by which the share grows after a wait that kept the device busy; one that did not halves it
 LONG_STEP = 0.1  # seconds between two steps; what takes longer says nothing about the pace
 
 
@@ -65,8 +66,10 @@ class EngineLoop(ActiveRequests):
         self.last_step = time.monotonic()
         self.lost_sessions = 0  # that could not be written at the end; known when `run` has returned
         self._step: Step | None = None  # submitted, not read
+        self._decodes = False  # whether it feeds no prompts
         self._planned = False  # whether there was something to run last time
-        self._read_at = self._pace = 0.0  # when a step was read last; seconds from one to the next
+        self._read_at = self._pace = 0.0  # when a step was read last; seconds that one takes that feeds no prompts
+        self._mask_share = MASK_SHARE
         self._totals = {"prompt_tokens_total": 0, "generation_tokens_total": 0, "steps_total": 0, "step_seconds_total": 0.0}
 
     def undelivered(self) -> dict[str, int]:
@@ -105,10 +108,13 @@ class EngineLoop(ActiveRequests):
     def step(self) -> None:
         """Take the inbox, submit the next step, read the one before, deliver."""
         self._take_inbox(self._patience())
+        waited = self._await_masks()
         started = time.monotonic()
         plan = self.scheduler.next_plan()
         self._planned = plan is not None
         submitted = self._submit(plan) if plan else None
+        if waited and submitted is not None:
+            self._judge_wait(self._step)
         self._deliver()  # what the inbox brought, before a step is waited for
         if self._step is not None:
             self._tell_meanwhile(self._step)
@@ -117,7 +123,7 @@ class EngineLoop(ActiveRequests):
         if self._step is not None:
             self._read(self._step)
             self._note_pace()
-        self._step = submitted
+        self._step, self._decodes = submitted, plan is not None and not plan.rows[0].ids
         self.last_step = time.monotonic()
         if plan:
             self._totals["step_seconds_total"] += self.last_step - started
@@ -136,15 +142,31 @@ class EngineLoop(ActiveRequests):
 
     def _patience(self) -> float:
         """Return how many seconds there is nothing to do but to read the inbox."""
-        if self._step is not None and self.scheduler.late_draws and self.scheduler.awaits_masks:
-            return max(0.0, self._read_at + MASK_SHARE * self._pace - time.monotonic())
         if self._step is not None or self._planned:
             return 0
         return MASK_SECONDS if self._rows else IDLE_SECONDS
 
+    def _await_masks(self) -> bool:
+        """Wait for masks that the next step can use, while the device is busy with the one before; returns whether it did."""
+        if not (self._decodes and self.scheduler.late_draws):
+            return False
+        deadline, waited = self._read_at + self._mask_share * self._pace, False
+        while self.scheduler.awaits_masks and (left := deadline - time.monotonic()) > 0:
+            self._take_inbox(left)
+            waited = True
+        return waited
+
+    def _judge_wait(self, step: Step) -> None:
+        """Wait for less of a step where the device has come to the end of it before it had the next one."""
+        if step.arrived is not None and step.arrived.query():
+            self._mask_share /= 2
+        else:
+            self._mask_share = min(MASK_SHARE, self._mask_share + MASK_SHARE_STEP)
+
     def _note_pace(self) -> None:
         now = time.monotonic()
-        self._pace += (min(now - self._read_at, LONG_STEP) - self._pace) / 8
+        if self._decodes:
+            self._pace += (min(now - self._read_at, LONG_STEP) - self._pace) / 8
         self._read_at = now
 
     def _take_inbox(self, seconds: float) -> None:
@@ -185,9 +207,9 @@ class EngineLoop(ActiveRequests):
             self.scheduler.cancel(request.id)
             self._refuse(accepted, told(request, error))
             return
-        if accepted.masks is not None and (self.scheduler.mixed or not request.sampling.penalized):
+        if accepted.masks is not None:
             for sequence, row in rows.items():
-                if row.may_be_fed() and not sequence.mask.complete:
+                if self._may_be_fed(row) and not sequence.mask.complete:
                     begin_forced(sequence, row, self.tokenizer.token_bytes)
                     self._totals["generation_tokens_total"] += row.count
         self._active[request.id] = active
@@ -286,13 +308,19 @@ class EngineLoop(ActiveRequests):
                 self._fail(row.active, EngineFailed(f"the grammar cannot be followed: {mask.error}", code="grammar_failed"))
             elif mask.ended:
                 self._complete(mask.sequence, row)
-            elif self.scheduler.mixed and row.may_be_fed():
+            elif self._may_be_fed(row):
                 self._feed_forced(mask.sequence, row)
+
+    def _may_be_fed(self, row: RowOutput) -> bool:
+        """Whether ids may be fed to a row as if it had sampled them; a GPU's sampler cannot count them in penalties."""
+        return row.may_be_fed() and (self.scheduler.mixed or not row.active.request.sampling.penalized)
 
     def _feed_forced(self, sequence: Sequence, row: RowOutput) -> None:
         """What a row must say is fed as a prompt is, and not drawn token by token."""
         last, request = sequence.mask.last, sequence.request
-        ids = sequence.mask.take_forced(request.max_tokens - row.count)
+        ids = sequence.mask.take_forced(
+            request.max_tokens - row.count, lambda ids: self.scheduler.is_sooner_fed(sequence, len(ids))
+        )
         self._totals["generation_tokens_total"] += len(ids)
         if any(row.feed(id, None) for id in ids):
             self._ended(sequence, row, "stop")

@@ -74,6 +74,8 @@ class Scheduler:
     @property
     def awaits_masks(self) -> bool:
         """Whether rows could run in the next plan if their masks were ready."""
+        if self._feeds_next or (self._changed and self._queue and self._free):
+            return False
         rows = (self._decoding[sequence] for sequence in self._masked if sequence in self._decoding)
         return any(row.keeps == row.draws and not row.sequence.mask.ready() for row in rows)
 
@@ -106,7 +108,7 @@ class Scheduler:
         if self.mixed:
             rows = self._decode()  # before the prompts: a row decodes in the plan after the one that ends its prompt
             rows += self._feed_prompts()
-        elif self._prompts and (self._decoded_last or not self._decoding):
+        elif self._feeds_next:
             rows = self._feed_prompts()
             self._decoded_last = False
         else:
@@ -135,14 +137,22 @@ class Scheduler:
         elif not batch.running and not batch.waiting:
             del self._batches[request_id]
 
+    def is_sooner_fed(self, sequence: Sequence, num_ids: int) -> bool:
+        """Whether feeding a running row ids that it must say saves more than it costs the others.
+
+        Where prompts have steps of their own, one more step feeds what the row would say in `num_ids`, and the others, which
+        decode in all of those, sit out that one.
+        """
+        return self.mixed or bool(self._prompts) or num_ids > len(self._decoding)
+
     def feed_forced(self, sequence: Sequence, last: int, ids: list[int]) -> None:
         """Feed a running row `ids` as if it had sampled them behind the `last` one, and have it sample behind them.
 
-        It is in no plan that was not read.
+        No draw of it is in a plan that was not read; the `last` id may have been fed, or be on its way.
         """
-        del self._decoding[sequence]
+        is_fed = self._decoding.pop(sequence).draws
         sequence.resumed = True
-        sequence.prompt, sequence.num_prefilled, sequence.cuts = [last, *ids], 0, []
+        sequence.prompt, sequence.num_prefilled, sequence.cuts = ids if is_fed else [last, *ids], 0, []
         sequence.forced = ids
         sequence.num_sampled += len(ids)
         self._prompts.add(sequence)
@@ -167,6 +177,11 @@ class Scheduler:
         for sequence in sorted(batch.running, key=lambda sequence: -sequence.index):  # those that wait for others first
             self._release(sequence)
         return sorted([*batch.running, *batch.waiting], key=lambda sequence: sequence.index)
+
+    @property
+    def _feeds_next(self) -> bool:
+        """Whether the next plan feeds prompts and no row decodes in it."""
+        return not self.mixed and bool(self._prompts) and (self._decoded_last or not self._decoding)
 
     def _start_rows(self) -> None:
         """Give free slots to the requests in the queue, each its turn."""
