@@ -29,10 +29,10 @@ def soak(server: ServerProcess, folder: Path, *args: str) -> dict:
     return result
 
 
-def test_six_seconds_with_a_killed_engine(tiny_checkpoint, folder):
+def test_some_seconds_with_a_killed_engine(tiny_checkpoint, folder):
     flags = ("--threads", "1", "--slots", "16", "--http-workers", "1", "--heartbeat", "0.1", *FEW_SESSIONS)
     with ServerProcess(*flags, model=tiny_checkpoint, folder=folder) as server:
-        short = ("--minutes", "0.1", "--prompts", "2", "--settle", "0.5", "--growth-mib", "160")
+        short = ("--minutes", "0.06", "--prompts", "2", "--settle", "0.5", "--growth-mib", "160")
         result = soak(server, folder, *short, "--kills", "1")
     assert result["counts"]["kills of engine"] == 1
 
