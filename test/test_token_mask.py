@@ -4,7 +4,9 @@ import pytest
 import torch
 from models import TINY, random_weights
 
+from rwkv_batch.engine import token_mask
 from rwkv_batch.engine.engine import Engine
+from rwkv_batch.engine.token_mask import MOST_SHARE, MaskPatience
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.request import Request
@@ -115,3 +117,21 @@ def test_a_row_that_may_sample_nothing_ends_alone():
     ids, _ = run({"free": None, "masked": Nothing(0)}, 3)
     assert ids["masked"] == [None] * 3
     assert None not in ids["free"]
+
+
+def test_waiting_for_masks_ends_before_the_device_has_nothing_to_do(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(token_mask.time, "monotonic", lambda: now)
+    patience = MaskPatience()
+    for _ in range(100):
+        now += 0.01
+        patience.note_step(is_typical=True)
+    now += 0.001
+    patience.note_step(is_typical=False)  # a short one of another kind
+    assert patience.deadline() - now == pytest.approx(MOST_SHARE * 0.01, rel=1e-3)
+    for _ in range(3):
+        patience.judge(was_long=True)
+    assert patience.deadline() - now == pytest.approx(MOST_SHARE * 0.01 / 8, rel=1e-3)
+    for _ in range(100):
+        patience.judge(was_long=False)
+    assert patience.deadline() - now == pytest.approx(MOST_SHARE * 0.01, rel=1e-3)

@@ -15,6 +15,7 @@ from rwkv_batch.engine.active_requests import ActiveRequests
 from rwkv_batch.engine.admission import Accepted, ActiveRequest, Cancel, CancelOwner, Masked, Owner, Sessions
 from rwkv_batch.engine.engine import Engine, Step
 from rwkv_batch.engine.row_output import RowOutput, again, begin_forced, rows_of
+from rwkv_batch.engine.token_mask import MaskPatience
 from rwkv_batch.errors import Conflict, EngineFailed, InvalidRequest, RwkvBatchError, Unavailable
 from rwkv_batch.grammar.masks import GrammarMask, Grammars
 from rwkv_batch.model.state import Snapshot
@@ -31,9 +32,6 @@ LARGE_STATE = 16 * 2**20  # bytes
 IDLE_SECONDS = 0.25  # how long an idle loop sleeps between two signs of life
 POLL_SECONDS = 0.0002  # between two looks whether a step has run, while turns wait for the disk
 MASK_SECONDS = 0.001  # the same where all rows wait for their masks
-MASK_SHARE = 0.7  # the most of a step that runs in which the next one waits for masks; it is submitted before this one ends
-MASK_SHARE_STEP = 0.02  # by which the share grows after a wait that kept the device busy; one that did not halves it
-LONG_STEP = 0.1  # seconds between two steps; what takes longer says nothing about the pace
 
 
 class EngineLoop(ActiveRequests):
@@ -68,8 +66,7 @@ class EngineLoop(ActiveRequests):
         self._step: Step | None = None  # submitted, not read
         self._decodes = False  # whether it feeds no prompts
         self._planned = False  # whether there was something to run last time
-        self._read_at = self._pace = 0.0  # when a step was read last; seconds that one takes that feeds no prompts
-        self._mask_share = MASK_SHARE
+        self._mask_patience = MaskPatience()
         self._totals = {"prompt_tokens_total": 0, "generation_tokens_total": 0, "steps_total": 0, "step_seconds_total": 0.0}
 
     def undelivered(self) -> dict[str, int]:
@@ -113,8 +110,8 @@ class EngineLoop(ActiveRequests):
         plan = self.scheduler.next_plan()
         self._planned = plan is not None
         submitted = self._submit(plan) if plan else None
-        if waited and submitted is not None:
-            self._judge_wait(self._step)
+        if waited and submitted is not None and self._step.arrived is not None:
+            self._mask_patience.judge(was_long=self._step.arrived.query())
         self._deliver()  # what the inbox brought, before a step is waited for
         if self._step is not None:
             self._tell_meanwhile(self._step)
@@ -122,7 +119,7 @@ class EngineLoop(ActiveRequests):
             self._read(submitted.early)
         if self._step is not None:
             self._read(self._step)
-            self._note_pace()
+            self._mask_patience.note_step(is_typical=self._decodes)
         self._step, self._decodes = submitted, plan is not None and not plan.rows[0].ids
         self.last_step = time.monotonic()
         if plan:
@@ -150,24 +147,11 @@ class EngineLoop(ActiveRequests):
         """Wait for masks that the next step can use, while the device is busy with the one before; returns whether it did."""
         if not (self._decodes and self.scheduler.late_draws):
             return False
-        deadline, waited = self._read_at + self._mask_share * self._pace, False
+        deadline, waited = self._mask_patience.deadline(), False
         while self.scheduler.awaits_masks and (left := deadline - time.monotonic()) > 0:
             self._take_inbox(left)
             waited = True
         return waited
-
-    def _judge_wait(self, step: Step) -> None:
-        """Wait for less of a step where the device has come to the end of it before it had the next one."""
-        if step.arrived is not None and step.arrived.query():
-            self._mask_share /= 2
-        else:
-            self._mask_share = min(MASK_SHARE, self._mask_share + MASK_SHARE_STEP)
-
-    def _note_pace(self) -> None:
-        now = time.monotonic()
-        if self._decodes:
-            self._pace += (min(now - self._read_at, LONG_STEP) - self._pace) / 8
-        self._read_at = now
 
     def _take_inbox(self, seconds: float) -> None:
         messages = self._inbox.take(seconds)
