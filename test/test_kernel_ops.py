@@ -9,6 +9,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from kernel_recorder import make_launcher
 from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.autotune import Autotuner
 from rwkv_batch.kernels.ops import KernelOps
-from rwkv_batch.kernels.variants import CUBLAS, Method
+from rwkv_batch.kernels.quant.dequantise import Dequantiser
+from rwkv_batch.kernels.quant.few_tokens import QuantLinear
+from rwkv_batch.kernels.quant.matrix import QuantMatrix
+from rwkv_batch.kernels.variants import CUBLAS, GEMV_RKV, Method
 from rwkv_batch.model import quantized
 from rwkv_batch.model.packed_rows import CapturedRows, PackedRows
 from rwkv_batch.model.rwkv7 import Model
@@ -231,6 +235,52 @@ def test_a_quantised_matrix_is_made_dense_right_before_its_product(monkeypatch, 
             assert not any(note[-1] for note in notes if note[0] == "rwkv_gemm"), "launched to overlap"
             names += [note[0] for note in notes]
     assert {"cublas", "rwkv_gemm"} <= {*names}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16])
+@pytest.mark.parametrize("quant", quantized.FORMATS)
+def test_few_tokens_read_quantised_matrices_as_they_are_stored(monkeypatch, quant, num_tokens):
+    launcher, recorder = make_launcher(monkeypatch, content=False)
+    weights = self_check.random_weights(torch.device("cpu"), quant=quant)
+    ops = KernelOps(weights, launcher, max_tokens=160, max_rows=160)
+    model, state = Model(weights, ops), State(weights.shape, 130, shift_dtype=torch.float16, wkv_dtype=torch.float16)
+    assert GEMV_RKV in ops.variants("rkv", num_tokens, ops.prepared.layers[0])
+    assert GEMV_RKV not in ops.variants("rkv", 17, ops.prepared.layers[0])
+    model.forward(None, CapturedRows.decode(torch.arange(num_tokens)), state)
+    names = [note[0] for note in recorder.take()]
+    assert names.count("rwkv_quant_project") == 2
+    assert names.count("rwkv_quant_gemv") == 2 * 2 + 1
+    assert "rwkv_gemm" not in names
+
+
+def test_tensors_that_do_not_fit_are_named(monkeypatch):
+    launcher, _ = make_launcher(monkeypatch)
+    linear, dequantise = QuantLinear(launcher), Dequantiser(launcher)
+    weight = Weight.quantised(torch.randn(48, 128), "int4")
+    matrix = QuantMatrix.of(weight)
+    half = {"dtype": torch.float16}
+    linear.gemv(torch.zeros(3, 128, **half), matrix, torch.zeros(3, 50, **half))
+    for x, out, name in (
+        (torch.zeros(3, 64, **half), torch.zeros(3, 48, **half), "x"),
+        (torch.zeros(3, 128), torch.zeros(3, 48, **half), "x"),
+        (torch.zeros(3, 128, **half), torch.zeros(3, 40, **half), "out"),
+        (torch.zeros(3, 128, **half), torch.zeros(4, 48, **half), "out"),
+        (torch.zeros(17, 128, **half), torch.zeros(17, 48, **half), "gemv"),
+        (torch.zeros(2, 3, 128, **half), torch.zeros(2, 3, 48, **half), "gemv"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            linear.gemv(x, matrix, out)
+    with pytest.raises(ValueError, match="out"):
+        dequantise(matrix, torch.zeros(48, 64, **half))
+    for wrong in (
+        replace(weight, values=weight.values.view(torch.int8)),
+        replace(weight, values=weight.values[:, :32]),
+        replace(weight, scales=weight.scales.float()),
+        replace(weight, scales=weight.scales[:40]),
+        replace(weight, values=weight.values.view(-1)[8:2056].view(32, 64), scales=weight.scales[:32]),
+    ):
+        with pytest.raises(ValueError, match=r"values|scales"):
+            QuantMatrix.of(wrong)
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [40, 1, 7]])

@@ -67,6 +67,7 @@ struct Product {
     int width;  // K, a multiple of 32
     int activation;
     bool wide;
+    const void* scales = nullptr;  // of a quantised weight, see quant.cuh
 };
 constexpr int MAX_PRODUCTS = 7;
 struct Products {

@@ -31,6 +31,7 @@ from rwkv_batch.kernels.linear import (
 )
 from rwkv_batch.kernels.mix import Mix, WkvInputs
 from rwkv_batch.kernels.quant.dequantise import Dequantiser
+from rwkv_batch.kernels.quant.few_tokens import QuantLinear
 from rwkv_batch.kernels.quant.matrix import quant_format
 from rwkv_batch.kernels.variants import CUBLAS, GEMM, GEMV, GEMV_RKV, MASKED, SPARSE, LoraPlacement, Method, Product, Variant
 from rwkv_batch.model.packed_rows import RowLayout, StepRows
@@ -129,6 +130,7 @@ class KernelOps:
         self.quant = quant_format(weights)
         self.gemm = Gemm(launcher, pdl=not self.quant)
         self.dequantise = Dequantiser(launcher)
+        self.quant_linear = QuantLinear(launcher, pdl=True)
         self.prepared = ModelKernels.of(weights, self.gemm)
         num_outputs = self.prepared.num_outputs
         self.buffers = Buffers(weights.shape, num_outputs, max_tokens=max_tokens, max_rows=max_rows, device=launcher.device)
@@ -213,7 +215,9 @@ class KernelOps:
         if variant.lora is LoraPlacement.FUSED:
             self.gemm.inputs(mixed, layer.rkv.gemm, lora, rkv, hidden, self._gates(lora), variant.config)
         elif variant.lora is LoraPlacement.FUSED_DOWN:
-            if variant.method is Method.GEMV:
+            if variant.method is Method.GEMV and layer.rkv.quant is not None:
+                self.quant_linear.project(mixed, layer.rkv.quant, lora, rkv, hidden)
+            elif variant.method is Method.GEMV:
                 self.linear.project(mixed, layer.rkv.weight, lora, rkv, hidden)
             else:
                 self.gemm.project(mixed, layer.rkv.gemm, layer.gemm_lora, rkv, hidden, variant.config)
@@ -255,7 +259,7 @@ class KernelOps:
         """The first product of the channel mix, with the squared ReLU behind it."""
         variant = self.variant("ffn_key", len(x), layer.ffn_key)
         if variant.method is Method.GEMV:
-            self.linear.gemv(x, layer.ffn_key.weight, out, relu_square=True)
+            self._gemv(x, layer.ffn_key, out, relu_square=True)
             return
         self._make_dense(layer.ffn_key)
         if variant.method is Method.CUBLAS:
@@ -287,13 +291,19 @@ class KernelOps:
         """One of the plain products: "output" or "head"."""
         variant = self.variant(name, len(x), matrix)
         if variant.method is Method.GEMV:
-            self.linear.gemv(x, matrix.weight, out)
+            self._gemv(x, matrix, out)
             return
         self._make_dense(matrix)
         if variant.method is Method.CUBLAS:
             self.matmul(x, matrix.weight, out)
         else:
             self.gemm.gemm(x, matrix.gemm, out, config=variant.config)
+
+    def _gemv(self, x: Tensor, matrix: MatrixKernels, out: Tensor, *, relu_square: bool = False) -> None:
+        if matrix.quant is None:
+            self.linear.gemv(x, matrix.weight, out, relu_square=relu_square)
+        else:
+            self.quant_linear.gemv(x, matrix.quant, out, relu_square=relu_square)
 
     def _make_dense(self, matrix: MatrixKernels) -> None:
         """Fill `matrix.weight` where it is only the room for a quantised one."""
@@ -318,7 +328,9 @@ class KernelOps:
         if chosen is not None:
             return chosen
         if matrix.quant is not None:
-            return CUBLAS
+            if num_tokens > MAX_GEMV or name == "ffn_value":
+                return CUBLAS
+            return GEMV_RKV if name == "rkv" else GEMV
         if num_tokens <= GEMV_ROWS:
             return SPARSE if name == "ffn_value" else GEMV_RKV if name == "rkv" else GEMV
         if name == "ffn_value" and self.linear.masked_ffn_fits(num_tokens, *matrix.weight.shape):
@@ -351,10 +363,11 @@ class KernelOps:
         dense = [CUBLAS]
         if matrix.gemm is not None:
             dense.append(Variant(Method.GEMM, self.gemm.tile_config(num_tokens, matrix.gemm)))
-        if name != "rkv":
-            return dense
-        placements = (LoraPlacement.BEFORE, LoraPlacement.CONCURRENT)
-        return [dataclasses.replace(variant, lora=place) for place in placements for variant in dense]
+        few = num_tokens <= MAX_GEMV
+        if name == "rkv":
+            placements = (LoraPlacement.BEFORE, LoraPlacement.CONCURRENT)
+            return [dataclasses.replace(variant, lora=place) for place in placements for variant in dense] + [GEMV_RKV] * few
+        return dense + [GEMV] * (few and name != "ffn_value")
 
     def _rkv_variants(self, num_tokens: int, layer: LayerKernels) -> list[Variant]:
         matrix, lora, gemm = layer.rkv.gemm, layer.lora, Method.GEMM

@@ -1,0 +1,458 @@
+// Products of up to 16 tokens with quantised weights, which are read as they are stored: see quant.cuh.
+//
+// out[n, j] = activation(scale[j] sum_k x[n, k] q[j, k]), or with a scale for every 64 of k; x in fp16, sums in fp32. Their order
+// depends on the shapes alone, so a token's result depends neither on the other tokens, nor on its place or their number.
+//
+//   stream_codes  K up to 4096 (Hopper): bulk copies of weights keep the memory busy at all times; some products may be of fp16
+//   few_codes     all other cases
+//
+// Tensor cores take 16 rows of weights on their tall side, and 8 tokens. Eight warps share the K of such a tile: a warp has every
+// eighth block of 64. Programmatic dependent launch: weights are fetched before griddepcontrol.wait, all else after it.
+
+#include "hopper.cuh"
+#include "quant.cuh"
+
+namespace rwkv {
+namespace {
+
+constexpr int WARPS = 8;  // that multiply
+constexpr int ROWS = 16;  // of weights, to a tile
+constexpr int MAX_FEW = 16;  // tokens
+constexpr int MOST_BLOCKS = 8;  // of 64 values of k, to a warp of stream_codes
+
+// x at the 32 values of k of two fragments, of 8 * HALVES tokens.
+template <int HALVES>
+using Inputs = uint4[HALVES];
+
+// sum [16 rows, 8 tokens of each half] += two fragments of rows g and g + 8, by x.
+template <int HALVES>
+__device__ __forceinline__ void multiply(float (&sum)[HALVES][4], const uint4& low, const uint4& high, const Inputs<HALVES>& x) {
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) {
+        mma(sum[h], low.x, high.x, low.y, high.y, x[h].x, x[h].y);
+        mma(sum[h], low.z, high.z, low.w, high.w, x[h].z, x[h].w);
+    }
+}
+
+// The same of a block of codes. Formats of groups: with the scales of both rows.
+template <int FORMAT, int HALVES>
+__device__ __forceinline__ void multiply_block(
+    float (&sum)[2][HALVES][4], const Codes<FORMAT>& low, const Codes<FORMAT>& high, const Inputs<HALVES> (&x)[2], float low_scale,
+    float high_scale
+) {
+    if constexpr (grouped(FORMAT)) {
+        float part[HALVES][4] = {};
+#pragma unroll
+        for (int w = 0; w < 2; w++) multiply<HALVES>(part, low.decode(w), high.decode(w), x[w]);
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) {
+            sum[0][h][0] = fmaf(part[h][0], low_scale, sum[0][h][0]), sum[0][h][1] = fmaf(part[h][1], low_scale, sum[0][h][1]);
+            sum[0][h][2] = fmaf(part[h][2], high_scale, sum[0][h][2]), sum[0][h][3] = fmaf(part[h][3], high_scale, sum[0][h][3]);
+        }
+    } else {
+#pragma unroll
+        for (int w = 0; w < 2; w++) multiply<HALVES>(sum[w], low.decode(w), high.decode(w), x[w]);
+    }
+}
+
+// A tile's sums of all warps.
+template <int HALVES>
+using Parts = float4[WARPS][HALVES][LANES];
+
+template <int HALVES>
+__device__ __forceinline__ void leave_sums(Parts<HALVES>& parts, const float (&sum)[2][HALVES][4], int warp, int lane) {
+#pragma unroll
+    for (int h = 0; h < HALVES; h++)
+        parts[warp][h][lane] = make_float4(sum[0][h][0] + sum[1][h][0], sum[0][h][1] + sum[1][h][1], sum[0][h][2] + sum[1][h][2],
+                                           sum[0][h][3] + sum[1][h][3]);
+}
+
+// A warp adds them up for half `h` of the tokens, and stores the results. The scales: of the lane's rows g and g + 8.
+template <int HALVES>
+__device__ __forceinline__ void finish(
+    const Parts<HALVES>& parts, int h, const Product& p, int first_row, int num_tokens, float low_scale, float high_scale, int lane
+) {
+    const int group = lane / 4, quarter = lane % 4;
+    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        const float4 part = parts[w][h][lane];
+        total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+    }
+    total.x *= low_scale, total.y *= low_scale, total.z *= high_scale, total.w *= high_scale;
+    // Two lanes with neighbouring rows of two tokens deal them out: each gets both rows of one.
+    const bool odd = group & 1;
+    const float low = __shfl_xor_sync(ALL, odd ? total.x : total.y, 4), high = __shfl_xor_sync(ALL, odd ? total.z : total.w, 4);
+    const int token = 8 * h + 2 * quarter + odd, row = first_row + group - odd;
+    if (token >= num_tokens) return;
+    float v[2] = {odd ? low : total.x, odd ? total.y : low}, u[2] = {odd ? high : total.z, odd ? total.w : high};
+    store<2>(p, token, row, v);
+    store<2>(p, token, row + 8, u);
+}
+
+template <int FORMAT>
+__device__ __forceinline__ float scale_of(const Product& p, int row) {
+    return grouped(FORMAT) || !p.scales ? 1.f : unit<FORMAT>() * static_cast<const float*>(p.scales)[min(row, p.rows - 1)];
+}
+
+// A stage of the ring: of each of a tile's rows so many values of k, plane by plane, and their scales. Rows are so far apart that
+// no bank is met twice.
+constexpr int LOWER = 1024, HALF_PIECE = LOWER / 2;  // bytes of a row in the first plane, values of an fp16 product
+template <int FORMAT>
+struct Stage {
+    static constexpr int PIECE = wide_codes(FORMAT) ? LOWER : 2 * LOWER;  // values
+    static constexpr int BLOCKS = PIECE / BLOCK / WARPS;                  // to a warp
+    static constexpr int PITCH = LOWER + (wide_codes(FORMAT) ? 64 : 32);
+    static constexpr int UPPER_PITCH = upper_bytes(FORMAT, PIECE) + (upper_bytes(FORMAT, PIECE) ? 16 : 0);
+    static constexpr int SCALE_PITCH = grouped(FORMAT) ? PIECE / BLOCK * 2 + 16 : 0;
+    static constexpr int UPPER = ROWS * PITCH, SCALES = UPPER + ROWS * UPPER_PITCH, BYTES = SCALES + ROWS * SCALE_PITCH;
+};
+
+// One block a multiprocessor, every one with its share of the bytes of all tiles. A warp copies rows into a ring of stages; the
+// others keep their part of x in registers, and add up their sums at a tile's end.
+//
+// Quantised products come first, with `coded` tiles; one of fp16 counts as `weight` of them.
+template <int FORMAT, int HALVES, int STAGES>
+__global__ __launch_bounds__((WARPS + 1) * LANES, HALVES == 1 ? 2 : 1)  //
+    void stream_codes(const __grid_constant__ Products all, int coded, int weight) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using S = Stage<FORMAT>;
+    extern __shared__ __align__(128) uint8_t ring[];
+    __shared__ Parts<HALVES> parts[2];
+    __shared__ uint64_t full[STAGES], empty[STAGES];
+    release_next();
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, group = lane / 4, quarter = lane % 4;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) init_barrier(full + s, 1), init_barrier(empty + s, WARPS);
+        publish_barriers();
+    }
+    __syncthreads();
+    auto share = [&](int block) {  // the first tile of a block
+        const int all_weights = coded + (all.tiles - coded) * weight;
+        const int begin = (int64_t(block) * all_weights + gridDim.x - 1) / gridDim.x;
+        return begin <= coded ? begin : coded + (begin - coded + weight - 1) / weight;
+    };
+    const int first = share(blockIdx.x), last = share(blockIdx.x + 1);
+    int stage = 0, parity = 0;
+    auto advance = [&] {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    };
+
+    if (warp == WARPS) {
+        for (int tile = first; tile < last; tile++) {
+            const int i = all.of(tile), width = all.item[i].width;
+            const bool plain = tile >= coded;
+            const int row = min((tile - all.first_tile[i]) * ROWS + lane % ROWS, all.item[i].rows - 1);
+            const uint8_t* const from = reinterpret_cast<const uint8_t*>(all.item[i].weight) +
+                                        int64_t(row) * (plain ? 2 * width : row_bytes(FORMAT, width));
+            const int piece = plain ? HALF_PIECE : S::PIECE;
+            for (int k = 0; k < width; k += piece) {
+                const int values = min(piece, width - k), lower = plain ? 2 * values : lower_bytes(FORMAT, values);
+                const int upper = plain ? 0 : upper_bytes(FORMAT, values), scales = plain || !grouped(FORMAT) ? 0 : values / BLOCK * 2;
+                uint8_t* const to = ring + stage * S::BYTES;
+                wait(empty + stage, parity ^ 1);
+                if (lane == 0) expect_bytes(full + stage, (lower + upper + scales) * ROWS);
+                __syncwarp();
+                if (lane < ROWS) {
+                    copy_row(to + lane * S::PITCH, from + (plain ? 2 * k : lower_bytes(FORMAT, k)), lower, full + stage);
+                } else if (upper) {
+                    copy_row(to + S::UPPER + (lane - ROWS) * S::UPPER_PITCH,
+                             from + lower_bytes(FORMAT, width) + upper_bytes(FORMAT, k), upper, full + stage);
+                } else if (scales) {
+                    copy_row(to + S::SCALES + (lane - ROWS) * S::SCALE_PITCH,
+                             static_cast<const __half*>(all.item[i].scales) + (int64_t(row) * width + k) / BLOCK, scales, full + stage);
+                }
+                advance();
+            }
+        }
+        wait_for_previous();
+        return;
+    }
+
+    auto codes_of = [&](const uint8_t* at, int row, int block) {  // of a stage
+        Codes<FORMAT> codes;
+        const uint8_t* const lower = at + row * S::PITCH + block * lower_bytes(FORMAT, BLOCK);
+        if constexpr (wide_codes(FORMAT)) {
+            const uint4 v = reinterpret_cast<const uint4*>(lower)[quarter];
+            codes.lower[0] = v.x, codes.lower[1] = v.y, codes.lower[2] = v.z, codes.lower[3] = v.w;
+        } else {
+            const uint2 v = reinterpret_cast<const uint2*>(lower)[quarter];
+            codes.lower[0] = v.x, codes.lower[1] = v.y;
+        }
+        const uint8_t* const upper = at + S::UPPER + row * S::UPPER_PITCH + block * upper_bytes(FORMAT, BLOCK);
+        if constexpr (FORMAT == FP6) codes.upper = reinterpret_cast<const uint32_t*>(upper)[quarter];
+        if constexpr (FORMAT == FP5) codes.upper = spread_signs(reinterpret_cast<const uint16_t*>(upper)[quarter]);
+        return codes;
+    };
+    wait_for_previous();
+    Inputs<HALVES> x[MOST_BLOCKS][2] = {};  // of block 8 n + warp
+    int loaded = -1, flip = 0;
+    for (int tile = first; tile < last; tile++) {
+        const int i = all.of(tile);
+        const Product& p = all.item[i];
+        const int width = p.width, first_row = (tile - all.first_tile[i]) * ROWS;
+        const bool plain = tile >= coded;
+        const float low_scale = plain ? 1.f : scale_of<FORMAT>(p, first_row + group);
+        const float high_scale = plain ? 1.f : scale_of<FORMAT>(p, first_row + group + 8);
+        if (i != loaded) {
+            loaded = i;
+#pragma unroll
+            for (int n = 0; n < MOST_BLOCKS; n++) {
+                if ((n * WARPS + warp) * BLOCK >= width) break;
+#pragma unroll
+                for (int w = 0; w < 2; w++)
+#pragma unroll
+                    for (int h = 0; h < HALVES; h++)
+                        if (group + 8 * h < all.num_tokens)
+                            x[n][w][h] = *reinterpret_cast<const uint4*>(p.x + int64_t(group + 8 * h) * p.x_stride +
+                                                                         (n * WARPS + warp) * BLOCK + w * 32 + 8 * quarter);
+            }
+            if (!plain)
+#pragma unroll
+                for (int n = 0; n < MOST_BLOCKS; n++)
+#pragma unroll
+                    for (int w = 0; w < 2; w++)
+#pragma unroll
+                        for (int h = 0; h < HALVES; h++) x[n][w][h] = exchange(x[n][w][h], quarter);
+        }
+        float sum[2][HALVES][4] = {};
+        auto release = [&] {
+            __syncwarp();
+            if (lane == 0) arrive(empty + stage);
+            advance();
+        };
+        if (plain) {
+#pragma unroll
+            for (int n = 0; n < MOST_BLOCKS; n++) {
+                if (n * HALF_PIECE >= width) break;
+                wait(full + stage, parity);
+                if ((n * WARPS + warp) * BLOCK < width) {
+                    const uint8_t* const at = ring + stage * S::BYTES + group * S::PITCH + warp * BLOCK * 2 + quarter * 16;
+#pragma unroll
+                    for (int w = 0; w < 2; w++)
+                        multiply<HALVES>(sum[w], *reinterpret_cast<const uint4*>(at + w * 64),
+                                         *reinterpret_cast<const uint4*>(at + w * 64 + 8 * S::PITCH), x[n][w]);
+                }
+                release();
+            }
+        } else {
+#pragma unroll
+            for (int n = 0; n < MOST_BLOCKS; n += S::BLOCKS) {
+                if (n * WARPS * BLOCK >= width) break;
+                wait(full + stage, parity);
+                const uint8_t* const at = ring + stage * S::BYTES;
+#pragma unroll
+                for (int s = 0; s < S::BLOCKS; s++) {
+                    const int block = s * WARPS + warp;
+                    if ((n * WARPS + block) * BLOCK >= width) break;
+                    float low = 1.f, high = 1.f;
+                    if constexpr (grouped(FORMAT)) {
+                        const __half* const scale = reinterpret_cast<const __half*>(at + S::SCALES + group * S::SCALE_PITCH) + block;
+                        low = __half2float(scale[0]), high = __half2float(scale[8 * S::SCALE_PITCH / 2]);
+                    }
+                    multiply_block<FORMAT, HALVES>(sum, codes_of(at, group, block), codes_of(at, group + 8, block), x[n + s], low, high);
+                }
+                release();
+            }
+        }
+        leave_sums<HALVES>(parts[flip], sum, warp, lane);
+        sync_threads(1, WARPS * LANES);
+        // Another warp in turn finishes the tile while the rest go on.
+        const int half = (warp - (tile - first) * HALVES) & (WARPS - 1);
+        if (half < HALVES) finish<HALVES>(parts[flip], half, p, first_row, all.num_tokens, low_scale, high_scale, lane);
+        flip ^= 1;
+    }
+#endif
+}
+
+// Blocks of 8 warps, each tile by tile. The loads run DEPTH of a warp's blocks ahead of their use, across the borders of tiles.
+template <int FORMAT, int HALVES>
+__global__ __launch_bounds__(WARPS * LANES, 2) void few_codes(const __grid_constant__ Products all) {
+    constexpr int DEPTH = wide_codes(FORMAT) ? 4 : 8;
+    struct Rows {  // what this lane has of a block of rows g and g + 8
+        Codes<FORMAT> codes[2];
+        __half scale[2];
+    };
+    __shared__ Parts<HALVES> parts[2];
+    release_next();
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, group = lane / 4, quarter = lane % 4;
+
+    int ahead = blockIdx.x, ahead_block = warp, ahead_blocks = 0;
+    const uint8_t* ahead_row[2] = {};
+    const __half* ahead_scale[2] = {};
+    auto aim = [&] {
+        if (ahead >= all.tiles) return;
+        const int i = all.of(ahead);
+        const Product& p = all.item[i];
+        ahead_blocks = p.width / BLOCK, ahead_block = warp;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int64_t row = min((ahead - all.first_tile[i]) * ROWS + group + 8 * r, p.rows - 1);
+            ahead_row[r] = reinterpret_cast<const uint8_t*>(p.weight) + row * row_bytes(FORMAT, p.width);
+            if (grouped(FORMAT)) ahead_scale[r] = static_cast<const __half*>(p.scales) + row * ahead_blocks;
+        }
+    };
+    auto fetch = [&](Rows& to) {
+        if (ahead >= all.tiles) return;
+        if (ahead_block < ahead_blocks)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                Codes<FORMAT>& codes = to.codes[r];
+                const uint8_t* const lower = ahead_row[r] + ahead_block * lower_bytes(FORMAT, BLOCK);
+                const uint8_t* const upper = ahead_row[r] + lower_bytes(FORMAT, ahead_blocks * BLOCK) + ahead_block * upper_bytes(FORMAT, BLOCK);
+                if constexpr (wide_codes(FORMAT)) {
+                    const uint4 v = __ldg(reinterpret_cast<const uint4*>(lower) + quarter);
+                    codes.lower[0] = v.x, codes.lower[1] = v.y, codes.lower[2] = v.z, codes.lower[3] = v.w;
+                } else {
+                    const uint2 v = __ldg(reinterpret_cast<const uint2*>(lower) + quarter);
+                    codes.lower[0] = v.x, codes.lower[1] = v.y;
+                }
+                if constexpr (FORMAT == FP6) codes.upper = __ldg(reinterpret_cast<const uint32_t*>(upper) + quarter);
+                if constexpr (FORMAT == FP5) codes.upper = __ldg(reinterpret_cast<const uint16_t*>(upper) + quarter);
+                if constexpr (grouped(FORMAT)) to.scale[r] = ahead_scale[r][ahead_block];
+            }
+        ahead_block += WARPS;
+        if (ahead_block - warp >= ahead_blocks) ahead += gridDim.x, aim();
+    };
+
+    Rows coming[DEPTH];
+    aim();
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++) fetch(coming[d]);
+    wait_for_previous();
+
+    float sum[2][HALVES][4] = {};
+    int flip = 0, tile = blockIdx.x, block = warp, count = 0;
+    while (tile < all.tiles) {
+#pragma unroll
+        for (int d = 0; d < DEPTH; d++) {
+            if (tile >= all.tiles) break;
+            const int i = all.of(tile);
+            const Product& p = all.item[i];
+            const int first_row = (tile - all.first_tile[i]) * ROWS;
+            if (block * BLOCK < p.width) {
+                Inputs<HALVES> x[2] = {};
+#pragma unroll
+                for (int w = 0; w < 2; w++)
+#pragma unroll
+                    for (int h = 0; h < HALVES; h++) {
+                        if (group + 8 * h < all.num_tokens)
+                            x[w][h] = *reinterpret_cast<const uint4*>(p.x + int64_t(group + 8 * h) * p.x_stride + block * BLOCK +
+                                                                      w * 32 + 8 * quarter);
+                        x[w][h] = exchange(x[w][h], quarter);
+                    }
+                Rows& now = coming[d];
+                float low = 1.f, high = 1.f;
+                if constexpr (grouped(FORMAT)) low = __half2float(now.scale[0]), high = __half2float(now.scale[1]);
+                if constexpr (FORMAT == FP5)
+                    now.codes[0].upper = spread_signs(now.codes[0].upper), now.codes[1].upper = spread_signs(now.codes[1].upper);
+                multiply_block<FORMAT, HALVES>(sum, now.codes[0], now.codes[1], x, low, high);
+            }
+            fetch(coming[d]);
+            block += WARPS;
+            if ((block - warp) * BLOCK < p.width) continue;
+
+            leave_sums<HALVES>(parts[flip], sum, warp, lane);
+            __syncthreads();
+            const int half = (warp - count * HALVES) & (WARPS - 1);
+            if (half < HALVES)
+                finish<HALVES>(parts[flip], half, p, first_row, all.num_tokens, scale_of<FORMAT>(p, first_row + group),
+                               scale_of<FORMAT>(p, first_row + group + 8), lane);
+#pragma unroll
+            for (int w = 0; w < 2; w++)
+#pragma unroll
+                for (int h = 0; h < HALVES; h++) sum[w][h][0] = sum[w][h][1] = sum[w][h][2] = sum[w][h][3] = 0.f;
+            flip ^= 1, block = warp, tile += gridDim.x, count++;
+        }
+    }
+}
+
+template <int FORMAT, int HALVES, int STAGES>
+int start_stream(const Products& all, int coded, int overlap, void* stream) {
+    const auto kernel = stream_codes<FORMAT, HALVES, STAGES>;
+    constexpr int BYTES = STAGES * Stage<FORMAT>::BYTES, WEIGHT = 16 / (row_bytes(FORMAT, BLOCK) / (BLOCK / 8));
+    static const cudaError_t prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
+    if (prepared) return prepared;
+    const unsigned blocks = min(all.tiles, device().processors);
+    return start(kernel, {blocks, (WARPS + 1) * LANES, cudaStream_t(stream), overlap, 1, BYTES}, all, coded, WEIGHT);
+}
+
+template <int FORMAT>
+int start_few(const Products& all, int overlap, void* stream) {
+    const unsigned blocks = min(all.tiles, 2 * device().processors);
+    return start(all.num_tokens <= 8 ? few_codes<FORMAT, 1> : few_codes<FORMAT, 2>,
+                 {blocks, WARPS * LANES, cudaStream_t(stream), overlap}, all);
+}
+
+// Whether rows of all products can be copied in pieces of whole 16 bytes, and x has room.
+bool streams(const Products& all, int format) {
+    const int unit = grouped(format) ? 8 * BLOCK : format == FP5 ? 2 * BLOCK : BLOCK;
+    bool fits = device().hopper;
+    for (int i = 0; i < all.count; i++) {
+        const Product& p = all.item[i];
+        fits &= p.width % unit == 0 && p.width <= MOST_BLOCKS * WARPS * BLOCK;
+        fits &= !grouped(format) || reinterpret_cast<uintptr_t>(p.scales) % 16 == 0;
+    }
+    return fits;
+}
+
+// Adds `problems` stacked matrices to `all`, each with its x and out.
+void add_coded(Products& all, int format, const void* x, const void* values, const void* scales, void* out, int problems, int rows,
+               int width, int out_stride, int activation) {
+    for (int64_t i = 0; i < problems; i++) {
+        const uint8_t* const codes = static_cast<const uint8_t*>(values) + i * rows * row_bytes(format, width);
+        const uint8_t* const scale = static_cast<const uint8_t*>(scales) + i * rows * (grouped(format) ? width / BLOCK * 2 : 4);
+        all.add({static_cast<const __half*>(x) + i * all.num_tokens * width, reinterpret_cast<const __half*>(codes), nullptr,
+                 static_cast<__half*>(out) + i * all.num_tokens * out_stride, width, out_stride, rows, width, activation, false, scale},
+                ROWS);
+    }
+}
+
+template <int FORMAT>
+int start_streaming(const Products& all, int coded, int overlap, void* stream) {
+    return all.num_tokens <= 8 ? start_stream<FORMAT, 1, 4>(all, coded, overlap, stream)
+                               : start_stream<FORMAT, 2, 4>(all, coded, overlap, stream);
+}
+
+}  // namespace
+}  // namespace rwkv
+
+using namespace rwkv;
+
+extern "C" int rwkv_lora_down(const void* mixed, const void* lora_down, void* hidden, int num_tokens, int width, int rank_w,
+                              int rank_a, int rank_v, int rank_g, int tile, int splits, int blocks, int overlap, void* stream);
+
+// out [P, N, M of out_stride] = x [P, N, K] weight [P, M, K]^T, N <= 16, P <= 7, K a multiple of 64.
+RWKV_EXPORT int rwkv_quant_gemv(const void* x, const void* values, const void* scales, void* out, int format, int problems,
+                                int num_tokens, int rows, int width, int out_stride, int activation, int overlap, void* stream) {
+    if (num_tokens > MAX_FEW || problems > MAX_PRODUCTS || width % BLOCK) return cudaErrorInvalidValue;
+    Products all;
+    all.num_tokens = num_tokens;
+    add_coded(all, format, x, values, scales, out, problems, rows, width, out_stride, activation);
+    return with_format(format, [&](auto chosen) -> int {
+        constexpr int FORMAT = decltype(chosen)::value;
+        return streams(all, FORMAT) ? start_streaming<FORMAT>(all, all.tiles, overlap, stream) : start_few<FORMAT>(all, overlap, stream);
+    });
+}
+
+// rkv [3, N, C] and hidden [N, R] in one launch where that can be, N <= 16: mixed [6, N, C], weight [3, C, C], lora_down [R, C] fp16.
+RWKV_EXPORT int rwkv_quant_project(const void* mixed, const void* values, const void* scales, const void* lora_down, void* rkv,
+                                   void* hidden, int format, int num_tokens, int width, int rank_w, int rank_a, int rank_v,
+                                   int rank_g, int overlap, void* stream) {
+    if (num_tokens > MAX_FEW || width % BLOCK) return cudaErrorInvalidValue;
+    Products all;
+    all.num_tokens = num_tokens;
+    add_coded(all, format, mixed, values, scales, rkv, 3, width, width, width, NONE);
+    const int coded = all.tiles;
+    return with_format(format, [&](auto chosen) -> int {
+        constexpr int FORMAT = decltype(chosen)::value;
+        if (!streams(all, FORMAT)) {
+            const int error = rwkv_lora_down(mixed, lora_down, hidden, num_tokens, width, rank_w, rank_a, rank_v, rank_g, 0, 1, 1,
+                                             overlap, stream);
+            return error ? error : start_few<FORMAT>(all, overlap, stream);
+        }
+        add_lora_down(all, static_cast<const __half*>(mixed), static_cast<const __half*>(lora_down), static_cast<__half*>(hidden),
+                      width, {rank_w, rank_a, rank_v, rank_g}, ROWS);
+        return start_streaming<FORMAT>(all, coded, overlap, stream);
+    });
+}

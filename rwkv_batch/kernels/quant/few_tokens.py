@@ -1,0 +1,59 @@
+"""Calls of cuda/linear/quant_gemv.cu: products of few tokens with quantised matrices, which are read as they are stored.
+
+N tokens, width C, feed-forward width F; x and results are fp16, sums fp32. A token's result depends neither on the others nor
+on its place among them, nor on N.
+"""
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.kernels.launch import INT, POINTER, Launcher, check, pointer
+from rwkv_batch.kernels.linear import MAX_GEMV, PLANES, Lora
+from rwkv_batch.kernels.quant.matrix import HALF, QuantMatrix
+
+MAX_PROBLEMS = 7
+
+
+class QuantLinear:
+    """The kernels on one device; ValueError, naming the argument, for tensors they cannot take.
+
+    pdl  as of `Linear`
+    """
+
+    def __init__(self, launcher: Launcher, *, pdl: bool = False):
+        self.launcher = launcher
+        self.pdl = pdl
+        self._gemv = launcher.bind("rwkv_quant_gemv", *[POINTER] * 4, *[INT] * 8)
+        self._project = launcher.bind("rwkv_quant_project", *[POINTER] * 6, *[INT] * 8)
+
+    def gemv(self, x: Tensor, matrix: QuantMatrix, out: Tensor, *, relu_square: bool = False) -> None:
+        """out [P, N, M] = x [P, N, K] matrix [P, M, K]^T; or without P. N <= 16, P <= 7.
+
+        out          may have more columns than M, which stay as they are
+        relu_square  out = min(max(out, 0)^2, 65504)
+        """
+        lead, n = x.shape[:-2], x.shape[-2]
+        self._check("x", x, (*lead, n, matrix.K))
+        self._check("out", out, (*lead, n, max(matrix.M, out.shape[-1])))
+        if matrix.transposed or lead != matrix.shape[:-2] or not 0 < n <= MAX_GEMV or matrix.batch > MAX_PROBLEMS:
+            raise ValueError(f"gemv: {list(matrix.shape)} does not fit x {list(x.shape)}, or that has over {MAX_GEMV} rows")
+        pointers = map(pointer, (x, matrix.values, matrix.scales, out))
+        sizes = matrix.code, matrix.batch, n, matrix.M, matrix.K, out.shape[-1], int(relu_square)
+        self.launcher.launch(self._gemv, *pointers, *sizes, self.pdl)
+
+    def project(self, mixed: Tensor, matrix: QuantMatrix, lora: Lora, rkv: Tensor, hidden: Tensor) -> None:
+        """`gemv` of r, k, v and `Linear.lora_down` in one launch, where K allows: rkv [3, N, C] and hidden [N, R]; N <= 16.
+
+        mixed [6, N, C] in the order r, k, v, w, a, g; `matrix` [3, C, C] of r, k, v.
+        """
+        n, c = mixed.shape[1], lora.width
+        self._check("mixed", mixed, (PLANES, n, c))
+        self._check("rkv", rkv, (3, n, c))
+        self._check("hidden", hidden, (n, lora.rank))
+        if matrix.shape != (3, c, c) or matrix.transposed or not 0 < n <= MAX_GEMV:
+            raise ValueError(f"project: {list(matrix.shape)} is not [3, {c}, {c}], or there are over {MAX_GEMV} tokens: {n}")
+        pointers = map(pointer, (mixed, matrix.values, matrix.scales, lora.down, rkv, hidden))
+        self.launcher.launch(self._project, *pointers, matrix.code, n, c, *lora.ranks, self.pdl)
+
+    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = HALF) -> None:
+        check(name, tensor, self.launcher.device, dtype, shape)
