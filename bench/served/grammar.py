@@ -2,12 +2,12 @@
 """What answers held to a JSON schema cost those beside them, and how fast they are themselves, over HTTP.
 
     python app.py --model-path M.pth --port 8000 --slots 320 &
-    python bench/served/grammar.py --url http://127.0.0.1:8000 [--seconds 30] [--out FILE]
+    python bench/served/grammar.py --url http://127.0.0.1:8000 [--seconds 30] [--rounds 2] [--out FILE]
 
-First `--plain` streams alone for `--seconds`, each of whose clients sends its next request when its last has ended, then the
-same with `--constrained` ones beside them. Gaps are those between events with text; a row's pace is its tokens, by the usage
-that the server reports, over the time from its first text to its last. Ends with 1 where an answer was not what its schema
-allows.
+By turns: `--plain` streams alone; as many plain ones as both kinds together, for a step of more rows is longer whatever they
+are; `--plain` streams with `--constrained` ones beside them. Each client sends its next request when its last has ended. Gaps
+are those between events with text; a row's pace is its tokens, by the usage that the server reports, over the time from its
+first text to its last. Ends with 1 where an answer was not what its schema allows.
 """
 
 import argparse
@@ -67,7 +67,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--password")
     parser.add_argument("--plain", type=int, default=256, help="streams without a schema")
     parser.add_argument("--constrained", type=int, default=64, help="streams with one")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each of the two runs")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each of the three loads, all rounds together")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=400)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--processes", type=int, default=8, help="client processes")
@@ -137,7 +138,7 @@ def is_note(text: str) -> bool:
 
 
 def client_process(
-    args: argparse.Namespace, part: int, num_constrained: int, seconds: float
+    args: argparse.Namespace, part: int, num_plain: int, num_constrained: int, seconds: float
 ) -> tuple[list[Answer], list[Answer]]:
     """This process's share of the clients, until the time is up: answers without a schema and with one."""
 
@@ -150,7 +151,7 @@ def client_process(
             while time.perf_counter() < ends:
                 found[constrained].append(await ask(args, rng, constrained))
 
-        plain = serve.share(args.plain, args.processes, part)
+        plain = serve.share(num_plain, args.processes, part)
         held = serve.share(num_constrained, args.processes, part)
         await asyncio.gather(*(client(n, False) for n in range(plain)), *(client(n, True) for n in range(held)))
         return found
@@ -158,14 +159,12 @@ def client_process(
     return asyncio.run(run())
 
 
-def load(args: argparse.Namespace, num_constrained: int, seconds: float) -> dict[str, Any]:
-    """What one run showed."""
+def load(args: argparse.Namespace, num_plain: int, num_constrained: int, seconds: float) -> tuple[list[Answer], list[Answer]]:
+    """The answers of one run, without a schema and with one."""
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        parts = pool.starmap(client_process, [(args, part, num_constrained, seconds) for part in range(args.processes)])
-    result = {"plain": told([answer for part, _ in parts for answer in part])}
-    if num_constrained:
-        result["constrained"] = told([answer for _, part in parts for answer in part])
-    return result
+        parts = [(args, part, num_plain, num_constrained, seconds) for part in range(args.processes)]
+        found = pool.starmap(client_process, parts)
+    return [answer for plain, _ in found for answer in plain], [answer for _, held in found for answer in held]
 
 
 def told(answers: list[Answer]) -> dict[str, Any]:
@@ -183,18 +182,35 @@ def told(answers: list[Answer]) -> dict[str, Any]:
     }
 
 
+def ratios(after: dict[str, Any], before: dict[str, Any]) -> dict[str, float]:
+    """Gaps over gaps."""
+    names = [name for name in ("mean", "p50", "p99") if before["itl_ms"][name]]
+    return {name: round(after["itl_ms"][name] / before["itl_ms"][name], 3) for name in names}
+
+
 def main() -> None:
     args = read_arguments()
-    load(args, args.constrained, WARM_SECONDS)
-    alone, beside = load(args, 0, args.seconds), load(args, args.constrained, args.seconds)
-    before, after, held = alone["plain"], beside["plain"], beside["constrained"]
-    names = [name for name in ("mean", "p50", "p99") if before["itl_ms"][name]]
+    loads = {
+        "alone": (args.plain, 0),
+        "as many plain": (args.plain + args.constrained, 0),
+        "beside": (args.plain, args.constrained),
+    }
+    load(args, args.plain, args.constrained, WARM_SECONDS)
+    found: dict[str, tuple[list[Answer], list[Answer]]] = {name: ([], []) for name in loads}
+    for _ in range(args.rounds):
+        for name, numbers in loads.items():
+            for kept, new in zip(found[name], load(args, *numbers, args.seconds / args.rounds), strict=True):
+                kept += new
+    figures = {name: {"plain": told(plain)} for name, (plain, _) in found.items()}
+    after, held = figures["beside"]["plain"], told(found["beside"][1])
+    figures["beside"]["constrained"] = held
     pace, plain_pace = held["tokens_per_second_a_row"], after["tokens_per_second_a_row"]
     result = {
         "streams": {"plain": args.plain, "constrained": args.constrained},
-        "alone": alone,
-        "beside": beside,
-        "plain_itl_times_alone": {name: round(after["itl_ms"][name] / before["itl_ms"][name], 3) for name in names},
+        "rounds": args.rounds,
+        **figures,
+        "plain_itl_times_alone": ratios(after, figures["alone"]["plain"]),
+        "plain_itl_times_as_many_plain": ratios(after, figures["as many plain"]["plain"]),
         "constrained_pace_of_plain": round(pace / plain_pace, 3) if pace and plain_pace else None,
     }
     print(json.dumps(result, indent=1))
