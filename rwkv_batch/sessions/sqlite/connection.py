@@ -14,6 +14,7 @@ import msgspec
 
 from rwkv_batch.errors import RwkvBatchError, StorageFailed, StorageFull, Unavailable
 from rwkv_batch.sessions.sqlite.schema import MIGRATIONS, prepare
+from rwkv_batch.sessions.sqlite.states import StateConnection
 
 log = logging.getLogger("rwkv_batch.sessions.sqlite")
 
@@ -42,7 +43,7 @@ class DatabaseFile:
         self.read_only = False
         self.max_bytes: int | None = None
         self.max_pages: int | None = None
-        self.connection: sqlite3.Connection | None = None
+        self.connection: StateConnection | None = None
         self.opened: Callable[[], None] = lambda: None
         self._reserve = self.path.with_name(self.path.name + "-reserve")
         self._reserve_bytes = 0
@@ -100,7 +101,7 @@ class DatabaseFile:
             raise self.failed("read", error) from None
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self) -> Iterator[StateConnection]:
         """Commit what is done inside, all or nothing."""
         self.open(create=True)
         connection = self.connection
@@ -195,7 +196,10 @@ class DatabaseFile:
         quoted = str(self.path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
         if not self.path.exists():  # what is said in sessions is nobody else's business
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
-        connection = sqlite3.connect(f"file:{quoted}?mode={mode}", uri=True, isolation_level=None, check_same_thread=False)
+        address = f"file:{quoted}?mode={mode}"
+        connection = sqlite3.connect(
+            address, uri=True, isolation_level=None, check_same_thread=False, factory=StateConnection
+        )
         self.connection = connection
         if not self.read_only:
             connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")

@@ -30,6 +30,7 @@ from rwkv_batch.sessions.sqlite.states import (
     seal_of,
     set_version,
 )
+from rwkv_batch.sessions.sqlite.steady import NotAsKnown, SteadyTurns
 from rwkv_batch.sessions.store import NewVersion, Record, Replay, Source, SourceLost
 
 MAX_REPLAYS = 1000  # answers kept for their idempotency keys, in each namespace
@@ -63,26 +64,49 @@ class SessionDatabase(SessionCatalog):
         self.max_responses = max_responses
         self._to_clear = False
         self._draft, self._num_pieces = EMPTY, 0
+        self._steady = SteadyTurns(versions)
+        self.file.opened = self._opened
+
+    def _opened(self) -> None:
+        self._steady.forget_all()
+        self._reference.look()
 
     # Writing. Each call is one transaction.
 
     def write(self, versions: list[NewVersion]) -> None:
         """Keep new versions, all or none."""
+        try:
+            self._write(versions)
+        except NotAsKnown:
+            self._steady.forget_all()
+            self._write(versions)
+        self.file.count_written(0, len(versions))
+        self._reference.shadow({new.name for new in versions if not new.namespace})
+
+    def _write(self, versions: list[NewVersion]) -> None:
         with self.file.transaction() as connection:
-            for new in versions:
-                set_version(connection, new, self._add_state(connection, new), None, self.versions)
+            steady = [new for new in versions if self._steady.knows(new)]
+            others = [new for new in versions if not self._steady.knows(new)] if len(steady) < len(versions) else []
+            after = []
+            for new in others:  # first, for they may go on from what the turns replace
+                kept = self._add_state(connection, new)
+                after.append(self._steady.follow(new, set_version(connection, new, kept, None, self.versions), kept))
                 if new.node is not None:
                     connection.execute(
                         "INSERT INTO kept_dialogues VALUES (?, ?, ?) ON CONFLICT DO UPDATE"
                         " SET last_node = max(last_node, excluded.last_node)",
                         (new.namespace, *new.node),
                     )
+            if steady:
+                after += self._steady.write(connection, steady)
+            for new in versions:
                 for name, replay in new.replays:
                     self._add_replay(connection, new.namespace, name, replay)
             for namespace in {new.namespace for new in versions if new.response}:
                 add_spare(connection, self._forget_responses(connection, namespace, max(FORGET_AT_ONCE, len(versions))))
-        self.file.count_written(0, len(versions))
-        self._reference.shadow({new.name for new in versions if not new.namespace})
+        if not any(new.response for new in versions):  # else some may be forgotten already
+            for new, newest in zip([*others, *steady], after, strict=True):
+                self._steady.learn(new, newest)
 
     def _add_state(self, connection: sqlite3.Connection, new: NewVersion) -> Kept:
         if new.pieces is not None:
@@ -137,6 +161,7 @@ class SessionDatabase(SessionCatalog):
             connection.execute("DELETE FROM kept_spare WHERE state = ?", (draft.state,))
             drop_pieces(connection, draft.state, self._num_pieces)
             add_spare(connection, rebase_turn(connection, turn, draft, ids))
+        self._steady.moved(turn.state)
         return True
 
     def delete(self, namespace: str, name: str, *, prefix: bool) -> set[str]:
@@ -146,6 +171,7 @@ class SessionDatabase(SessionCatalog):
         """
         if not self.file.open(create=False):
             return set()
+        self._steady.forget_all()
         self._to_clear = True  # older versions of them may be among the states that are free
         try:
             return self._delete(namespace, name, prefix, bytes_too=True)
@@ -193,6 +219,7 @@ class SessionDatabase(SessionCatalog):
         """Make a kept version of a session its version `version`."""
         new = NewVersion(namespace, name, version, record.tokens, record.newlines, (), time.time())
         origin = record.version if record.origin is None else record.origin
+        self._steady.forget(namespace, name)
         with self.file.transaction() as connection:
             kept = Kept(record.state, record.num_bytes, record.seal)
             set_version(connection, new, kept, origin, self.versions)
@@ -244,6 +271,7 @@ class SessionDatabase(SessionCatalog):
                 break
             states += drop_session(connection, session)
             count -= 1
+            self._steady.forget_all()
         return states
 
     def _add_replay(self, connection: sqlite3.Connection, namespace: str, name: str, replay: Replay) -> None:

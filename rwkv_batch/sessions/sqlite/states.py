@@ -10,6 +10,7 @@ take as long as to write them. All functions work inside a transaction of the ca
 """
 
 import os
+import random
 import sqlite3
 import sys
 from array import array
@@ -21,6 +22,7 @@ from rwkv_batch.sessions.store import NewVersion
 
 NARROW, WIDE = b"\2", b"\4"  # bytes of an id, in front of them
 TURN_SEAL_BYTES = 8
+_seals = random.Random(os.urandom(16))  # a system call for each turn would be waited for
 
 
 class Kept(NamedTuple):
@@ -45,6 +47,12 @@ class Turn(NamedTuple):
     model: str
 
 
+class StateConnection(sqlite3.Connection):
+    """A connection that knows the largest number it has given to a state, None before the first."""
+
+    last_number: int | None = None
+
+
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Ids as bytes: two for each where that is enough."""
     is_narrow = max(ids, default=0) < 2**16
@@ -66,14 +74,21 @@ def unpack_ids(data: bytes) -> list[int]:
     return ids.tolist()
 
 
-def next_number(connection: sqlite3.Connection) -> int:
+def next_number(connection: StateConnection) -> int:
     """A number that no state has."""
+    if connection.last_number is None:
+        connection.last_number = _largest_number(connection)
+    connection.last_number += 1
+    return connection.last_number
+
+
+def _largest_number(connection: sqlite3.Connection) -> int:
     last = connection.execute("SELECT max(id) FROM kept_pieces").fetchone()[0]
     tops = [connection.execute(f"SELECT max(state) FROM {table}").fetchone()[0] for table in ("kept_turns", "kept_spare")]
-    return max(0 if last is None else last >> STATE_SHIFT, *(top or 0 for top in tops)) + 1
+    return max(0 if last is None else last >> STATE_SHIFT, *(top or 0 for top in tops))
 
 
-def add_whole(connection: sqlite3.Connection, pieces: Iterable[bytes | memoryview], draft: int | None) -> Kept:
+def add_whole(connection: StateConnection, pieces: Iterable[bytes | memoryview], draft: int | None) -> Kept:
     """Write a state's bytes. `draft`: a spare state that is being written."""
     query = "SELECT max(state) FROM kept_spare WHERE state IS NOT ?"
     state = connection.execute(query, (draft,)).fetchone()[0]
@@ -109,10 +124,21 @@ def drop_pieces(connection: sqlite3.Connection, state: int, first: int = 0) -> N
     connection.execute("DELETE FROM kept_pieces WHERE id >= ? AND id < ?", span)
 
 
-def add_turn(connection: sqlite3.Connection, base: Kept, ids: Sequence[int], model: str) -> Kept:
+def new_turn(connection: StateConnection, base: Kept, ids: Sequence[int], model: str) -> Turn:
+    """The row of the ids that follow `base`."""
+    return Turn(next_number(connection), base.state, base.seal, pack_ids(ids), _seals.randbytes(TURN_SEAL_BYTES), model)
+
+
+def add_turns(connection: sqlite3.Connection, turns: Iterable[Turn]) -> None:
+    """Write turns."""
+    rows = [(*turn, checksum_of(*turn)) for turn in turns]
+    connection.executemany("INSERT INTO kept_turns VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+
+
+def add_turn(connection: StateConnection, base: Kept, ids: Sequence[int], model: str) -> Kept:
     """Write the ids that follow `base`."""
-    turn = Turn(next_number(connection), base.state, base.seal, pack_ids(ids), os.urandom(TURN_SEAL_BYTES), model)
-    connection.execute("INSERT INTO kept_turns VALUES (?, ?, ?, ?, ?, ?, ?)", (*turn, checksum_of(*turn)))
+    turn = new_turn(connection, base, ids, model)
+    add_turns(connection, [turn])
     return Kept(turn.state, base.num_bytes, turn.seal)
 
 
@@ -126,8 +152,8 @@ def rebase_turn(connection: sqlite3.Connection, turn: Turn, base: Kept, ids: Seq
     return let_go(connection, {turn.base})
 
 
-def set_version(connection: sqlite3.Connection, new: NewVersion, kept: Kept, origin: int | None, max_versions: int) -> None:
-    """Make a state the newest version of a session, and forget versions that are too old."""
+def set_version(connection: sqlite3.Connection, new: NewVersion, kept: Kept, origin: int | None, max_versions: int) -> int:
+    """Make a state the newest version of a session, and forget versions that are too old; return the session's id."""
     connection.execute(
         "INSERT INTO kept_sessions (namespace, name, version, updated, response) VALUES (?, ?, ?, ?, ?)"
         " ON CONFLICT (namespace, name) DO UPDATE SET version = excluded.version, updated = excluded.updated",
@@ -135,18 +161,29 @@ def set_version(connection: sqlite3.Connection, new: NewVersion, kept: Kept, ori
     )
     query = "SELECT id FROM kept_sessions WHERE namespace = ? AND name = ?"
     session = connection.execute(query, (new.namespace, new.name)).fetchone()[0]
-    said = (new.version, kept.state, new.tokens, new.newlines, kept.num_bytes, new.updated, origin, kept.seal)
-    connection.execute(
-        "INSERT INTO kept_versions (session, version, state, tokens, newlines, num_bytes, updated, origin, seal, checksum)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (session, *said, checksum_of(new.namespace, new.name, session, *said)),
-    )
+    add_versions(connection, [version_row(new, session, kept, origin)])
     oldest = connection.execute(
         "SELECT version FROM kept_versions WHERE session = ? ORDER BY version DESC LIMIT 1 OFFSET ?",
         (session, max_versions),
     ).fetchone()
     if oldest is not None:
         add_spare(connection, drop_versions(connection, session, oldest[0]))
+    return session
+
+
+def version_row(new: NewVersion, session: int, kept: Kept, origin: int | None) -> tuple:
+    """The row of a version, with the checksum of all that is said of it."""
+    said = (new.version, kept.state, new.tokens, new.newlines, kept.num_bytes, new.updated, origin, kept.seal)
+    return session, *said, checksum_of(new.namespace, new.name, session, *said)
+
+
+def add_versions(connection: sqlite3.Connection, rows: list[tuple]) -> None:
+    """Write the rows of versions."""
+    connection.executemany(
+        "INSERT INTO kept_versions (session, version, state, tokens, newlines, num_bytes, updated, origin, seal, checksum)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        rows,
+    )
 
 
 def add_spare(connection: sqlite3.Connection, states: Iterable[int]) -> None:
