@@ -458,7 +458,7 @@ def test_messages_survive_the_wire():
     for message in (
         messages.Batch([progress], [Failure("b", "Overloaded", "m", None, "c", 1.5)]),
         messages.Status("ready", messages.EngineInfo(model="m"), {"a": 1, "b": 0.5}),
-        messages.Accepted("a"),
+        messages.Accepted(["a", "b"]),
         messages.Forgotten(),
     ):
         assert messages.decode_to_http(messages.encode(message)) == message

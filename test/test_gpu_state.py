@@ -119,7 +119,10 @@ class GpuHarness(Harness):
     def run(self, limit=100_000):
         worker = self.worker
         while worker._active or worker._step or worker._preparing or worker._inbox._queue.qsize():
-            worker.step()
+            if worker._rows or worker._step or worker._inbox._queue.qsize():
+                worker.step()
+            else:  # a session is loaded, or a turn is written: the loop would sleep until something comes in
+                time.sleep(0.001)
 
     def turn(self, id, name, prompt, **fields):
         """Run one turn of a session and return its text."""

@@ -1,6 +1,7 @@
 """The worker with a real tiny model: rows in company, stops, kept states, failures, and what it costs on the host."""
 
 import codecs
+import contextlib
 import random
 import time
 from collections import defaultdict
@@ -55,6 +56,9 @@ class Memory:
 
     def cancel(self, request_id):
         pass
+
+    def together(self):
+        return contextlib.nullcontext()
 
     def stats(self):
         return {}

@@ -2,6 +2,7 @@
 states and rows shows as a wrong text: prefixes, sessions granted and kept late, stops, cancels, rows that are not finite.
 """
 
+import contextlib
 import random
 from collections import defaultdict, deque
 from dataclasses import dataclass
@@ -66,6 +67,9 @@ class TupleEngine:
     def take(self, slot: int) -> Fed:
         return Fed(self.states[slot])
 
+    def take_many(self, slots: list[int]) -> list[Fed]:
+        return [self.take(slot) for slot in slots]
+
     def put(self, slot: int, state: Fed) -> None:
         self.states[slot] = state.tokens
 
@@ -101,6 +105,9 @@ class Turns:
     def cancel(self, request_id: str) -> None:
         for lease, _ in [pair for pair in self.asked if pair[0].request.id == request_id]:
             lease.release()
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def work(self, rng: random.Random) -> None:
         for lease, ready in list(self.asked):
@@ -250,9 +257,9 @@ class Life:
             lease.revoked |= self.rng.random() < 0.5
 
     def turn(self) -> None:
-        self.turns.work(self.rng)
         self.worker._inbox.put(None)  # it does not sleep
-        self.worker.step()
+        self.worker.step()  # takes what was cancelled: of that nothing is told any more
+        self.turns.work(self.rng)
 
     def deliver(self, batch) -> None:
         for owner, events in batch.items():

@@ -1,25 +1,45 @@
 """The requests in progress: their rows, and the ways in which they end."""
 
-import contextlib
+import logging
+import threading
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
-from rwkv_batch.engine.admission import Accepted, ActiveRequest, Admission, Committed, Inbox, Owner, Sessions
+from rwkv_batch.engine.admission import NOBODY, Accepted, ActiveRequest, Admission, Owner, Sessions
 from rwkv_batch.engine.engine import Engine
 from rwkv_batch.engine.row_output import Outbox, RowOutput
 from rwkv_batch.errors import EngineFailed, RwkvBatchError, Unavailable
 from rwkv_batch.grammar.masks import Grammars
 from rwkv_batch.model.state import Snapshot
-from rwkv_batch.request import Event, Reason, Sequence
+from rwkv_batch.request import Event, Failure, Finish, Progress, Reason, Request, Sequence
 from rwkv_batch.scheduling.scheduler import Scheduler
+from rwkv_batch.session_messages import CommitResult
 from rwkv_batch.text.tokenizer import Tokenizer
+
+log = logging.getLogger("rwkv_batch.engine")
+
+
+class Turn(NamedTuple):
+    """A row whose text is complete, and the state to keep of it: the one behind `snapshot` and `ids`.
+
+    all_ids  that lead to it from the session's state before
+    """
+
+    row: RowOutput
+    finish: Finish
+    snapshot: Snapshot
+    newlines: int
+    ids: list[int]
+    all_ids: list[int]
 
 
 class ActiveRequests(Admission):
-    """The requests that were taken from the inbox. All of it is of the loop's thread.
+    """The requests that were taken from the inbox. All of it is of the loop's thread, but for the ends of turns that are kept.
 
-    deliver  called after each step that brought something: {owner: events}
+    deliver  called after each step that brought something, and in any thread when turns are kept: {owner: events}
     """
 
     def __init__(
@@ -40,8 +60,9 @@ class ActiveRequests(Admission):
         self._active: dict[str, ActiveRequest] = {}
         self._rows: dict[Sequence, RowOutput] = {}
         self._outbox = Outbox()
-        self._kept = Inbox()  # what became of states that were given away
-        self._num_committing = 0  # of which nothing has come yet
+        self._ending: list[tuple[Sequence, RowOutput]] = []  # rows with complete texts, whose states are to be kept
+        self._turns: list[Turn] = []  # to be kept when their texts are delivered
+        self._ends = threading.Lock()  # between a cancel and the end of a turn that is kept
 
     def _refuse(self, accepted: Accepted, error: RwkvBatchError) -> None:
         """A request does not start."""
@@ -51,33 +72,34 @@ class ActiveRequests(Admission):
         self._outbox.fail(accepted.request.id, accepted.owner, error)
 
     def _cancel(self, request_id: str) -> None:
-        if request_id in self._active:
-            for sequence in self._drop(request_id):
-                row = self._rows.pop(sequence)
-                row.release()
-            self._outbox.forget(self._active.pop(request_id))
+        active = self._active.get(request_id)
+        if active is None:
+            return
+        for sequence in self._drop(active):
+            row = self._rows.pop(sequence)
+            row.release()
+        with self._ends:
+            self._active.pop(request_id, None)
+        self._outbox.forget(active)
 
-    def _drop(self, request_id: str) -> list[Sequence]:
+    def _drop(self, active: ActiveRequest) -> list[Sequence]:
         """Take a request out of the scheduler; its slots are free for the next plan."""
-        self.note_start(self._active[request_id])
-        return self.scheduler.cancel(request_id)
+        self.note_start(active)
+        return self.scheduler.cancel(active.request.id)
 
-    def _committed(self, message: Committed) -> None:
-        """A row's state is kept, or could not be."""
-        self._num_committing -= 1
-        active, kept, id = message.active, message.kept, message.active.request.id
-        if self._active.get(id) is not active:
-            return  # cancelled meanwhile
-        del self._active[id]
-        if isinstance(kept, RwkvBatchError):
-            self._outbox.fail(id, active.owner, kept)
-        else:
-            self._outbox.progress(active).finishes.append(msgspec.structs.replace(message.finish, session=kept))
-
-    def _tell(self, message: Committed) -> None:
-        """Have the loop hear what became of a state. Any thread."""
-        self._kept.put(message)
-        self._inbox.put(None)
+    def _told(self, active: ActiveRequest, finish: Finish, kept: CommitResult | RwkvBatchError) -> None:
+        """A row's state is kept, or could not be: its request has ended. Any thread: no step is waited for to say so."""
+        id = active.request.id
+        with self._ends:
+            if self._active.get(id) is not active:
+                return  # cancelled meanwhile
+            if isinstance(kept, RwkvBatchError):
+                event = Failure.of(id, kept)
+            else:
+                event = Progress(id, [], [msgspec.structs.replace(finish, session=kept)])
+            if active.owner is not NOBODY:
+                self.deliver({active.owner: [event]})
+            del self._active[id]
 
     def _fail(self, active: ActiveRequest, error: RwkvBatchError) -> None:
         """End a request with an error."""
@@ -103,10 +125,44 @@ class ActiveRequests(Admission):
             self._end(sequence, self._rows.pop(sequence), reason)
             return
         row.reason = reason
-        late = sequence.mask is not None and self.scheduler.late_draws  # its slot may have the last id already
-        if 0 < row.count == sequence.num_sampled and not late:  # no step was planned since: the slot lacks the last id alone
-            with contextlib.suppress(Unavailable):
-                row.add_checkpoint(row.count - 1, self.engine.take(sequence.slot))
+        self._ending.append((sequence, row))
+
+    def _keep_ended(self) -> None:
+        """Have the states of rows with complete texts kept; those that end together are copied together."""
+        ending = [pair for pair in self._ending if pair[0] in self._rows]
+        self._ending = []
+        whole = [pair for pair in ending if self._lacks_last_id(*pair)]
+        for (_, row), snapshot in zip(whole, self._snapshots([sequence.slot for sequence, _ in whole]), strict=True):
+            if not isinstance(snapshot, RwkvBatchError):  # else the checkpoint before will do
+                row.add_checkpoint(row.count - 1, snapshot)
+        for sequence, row in ending:
+            try:
+                self._keep(sequence, row)
+            except Exception as error:
+                self._fail(row.active, told(row.active.request, error))
+
+    def _lacks_last_id(self, sequence: Sequence, row: RowOutput) -> bool:
+        """Whether a slot has seen all but the last id: no step was planned since."""
+        late = sequence.mask is not None and self.scheduler.late_draws  # it may have the last id already
+        return 0 < row.count == sequence.num_sampled and not late
+
+    def _snapshots(self, slots: list[int]) -> list[Snapshot | RwkvBatchError]:
+        """Return copies of the states of slots, or why there is none."""
+        if not slots:
+            return []
+        try:
+            return self.engine.take_many(slots)
+        except Unavailable:  # not all at once
+            return [self._snapshot(slot) for slot in slots]
+
+    def _snapshot(self, slot: int) -> Snapshot | RwkvBatchError:
+        try:
+            return self.engine.take(slot)
+        except Unavailable as error:
+            return error
+
+    def _keep(self, sequence: Sequence, row: RowOutput) -> None:
+        """Have the state at the end of a row's visible text kept, which may have to be computed first."""
         snapshot, ids = row.remainder(self.tokenizer)
         if not ids or row.lease.logs:
             self._commit(sequence, row, snapshot, ids)
@@ -116,34 +172,49 @@ class ActiveRequests(Admission):
         self.scheduler.finalize(sequence, ids)
 
     def _commit(self, sequence: Sequence, row: RowOutput, snapshot: Snapshot, ids: list[int]) -> None:
-        """Give the state away to be kept, which `ids` lead to. The text is delivered now, its end when the state is kept."""
-        newlines = row.newlines(self.tokenizer)
+        """The state to keep is there, which `ids` lead to. The text is delivered now, its end when the state is kept."""
+        newlines, all_ids = row.newlines(self.tokenizer), row.turn(self.tokenizer)
         self.scheduler.finish(sequence)
         del self._rows[sequence]
         self._outbox.add_rest(sequence, row, row.reason)
-        finish = row.finish(sequence, row.reason)
-        self._num_committing += 1
+        self._turns.append(Turn(row, row.finish(sequence, row.reason), snapshot, newlines, ids, all_ids))
+
+    def _deliver(self) -> None:
+        """Deliver what there is, and then have the states of turns kept whose texts were delivered with it."""
+        if batch := self._outbox.take():
+            self.deliver(batch)
+        if self._turns:
+            turns, self._turns = self._turns, []
+            with self.sessions.together():
+                for turn in turns:
+                    self._give_away(turn)
+
+    def _give_away(self, turn: Turn) -> None:
+        row, active = turn.row, turn.row.active
+        done = partial(self._told, active, turn.finish)
         try:
-            row.lease.commit(
-                snapshot,
-                newlines,
-                row.answer(finish),
-                lambda kept: self._tell(Committed(row.active, finish, kept)),
-                ids=ids,
-                turn=row.turn(self.tokenizer),
-            )
-        except Exception:
-            self._num_committing -= 1
+            row.lease.commit(turn.snapshot, turn.newlines, row.answer(turn.finish), done, ids=turn.ids, turn=turn.all_ids)
+        except Exception as error:
             row.lease.release()
-            raise
+            self._told(active, turn.finish, told(active.request, error))
 
     def _fail_all(self) -> None:
         """Tell every caller, also those whose requests are still in the inbox; what ended before the error has ended."""
         waiting = self.close_admission()
-        for row in self._rows.values():
+        for row in (*self._rows.values(), *(turn.row for turn in self._turns)):
             row.release()
         error = EngineFailed("a step of the engine failed; the server restarts it")
-        for request_id, owner in [(a.request.id, a.owner) for a in self._active.values()] + waiting:
+        with self._ends:
+            active, self._active = list(self._active.values()), {}
+        for request_id, owner in [(a.request.id, a.owner) for a in active] + waiting:
             self._outbox.fail(request_id, owner, error)
         if batch := self._outbox.take():
             self.deliver(batch)
+
+
+def told(request: Request, error: Exception) -> RwkvBatchError:
+    """What is told of an error that concerns one request alone; one that nobody designed goes to the log."""
+    if isinstance(error, RwkvBatchError):
+        return error
+    log.error("request %s failed", request.id, exc_info=error)
+    return EngineFailed("internal error", code="internal")

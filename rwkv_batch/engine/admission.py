@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -10,7 +11,7 @@ from typing import NamedTuple, Protocol
 from rwkv_batch.errors import InvalidRequest, Overloaded, RwkvBatchError, Unavailable
 from rwkv_batch.grammar.masks import GrammarMask, Grammars
 from rwkv_batch.model.state import Snapshot
-from rwkv_batch.request import Finish, Request
+from rwkv_batch.request import Request
 from rwkv_batch.session_messages import Answer, CommitResult, Deleted, Page, Session, SessionCommand
 from rwkv_batch.sessions.shared import ComputeState
 from rwkv_batch.text.detokenizer import StopMatcher
@@ -98,6 +99,9 @@ class Sessions(Protocol):
     def cancel(self, request_id: str) -> None:
         """Nobody waits for this request's lease any more."""
 
+    def together(self) -> AbstractContextManager[None]:
+        """What is committed inside is taken at once. All snapshots were submitted before, in the calling thread."""
+
     def execute(self, command: SessionCommand, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
         """Carry out a command."""
 
@@ -132,12 +136,6 @@ class Masked(NamedTuple):
     masks: list[GrammarMask]
 
 
-class Committed(NamedTuple):
-    active: ActiveRequest
-    finish: Finish
-    kept: CommitResult | RwkvBatchError
-
-
 class Cancel(NamedTuple):
     request_id: str
 
@@ -152,7 +150,7 @@ class Inbox:
     def __init__(self):
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
 
-    def put(self, message: Accepted | Committed | Masked | Cancel | CancelOwner | None) -> None:
+    def put(self, message: Accepted | Masked | Cancel | CancelOwner | None) -> None:
         self._queue.put(message)
 
     def take(self, seconds: float) -> list:
@@ -240,7 +238,7 @@ class Admission:
         self._inbox.put(Accepted(request, NOBODY, stops_of((), ()), StateLease(initial, done)))
 
     def cancel(self, request_id: str) -> None:
-        """End a request early; nothing more is delivered for it."""
+        """End a request early; but for a turn that is being kept, nothing more is delivered for it."""
         if self._forget_preparing(request_id):
             if self.sessions is not None:
                 self.sessions.cancel(request_id)

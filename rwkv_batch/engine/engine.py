@@ -178,11 +178,15 @@ class Engine:
             **memory.in_use(self.device),
         }
 
-    @torch.inference_mode()
     def take(self, slot: int) -> Snapshot:
         """Return a copy of a slot's state after all steps submitted so far; Unavailable when there is no memory for it."""
+        return self.take_many([slot])[0]
+
+    @torch.inference_mode()
+    def take_many(self, slots: list[int]) -> list[Snapshot]:
+        """Return a copy of each slot's state as `take` does, all or none."""
         try:
-            return self.state.take(slot)
+            return self.state.take_many(slots)
         except torch.OutOfMemoryError:
             raise Unavailable("the device has no memory left for another state", code="out_of_memory") from None
 

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
-from rwkv_batch.engine.active_requests import ActiveRequests
+from rwkv_batch.engine.active_requests import ActiveRequests, told
 from rwkv_batch.engine.admission import Accepted, ActiveRequest, Cancel, CancelOwner, Masked, Owner, Sessions
 from rwkv_batch.engine.engine import Engine, Step
 from rwkv_batch.engine.row_output import RowOutput, again, begin_forced, rows_of
@@ -19,7 +19,7 @@ from rwkv_batch.engine.token_mask import MaskPatience
 from rwkv_batch.errors import Conflict, EngineFailed, InvalidRequest, RwkvBatchError, Unavailable
 from rwkv_batch.grammar.masks import GrammarMask, Grammars
 from rwkv_batch.model.state import Snapshot
-from rwkv_batch.request import Event, PromptScore, Request, Sequence, TokenLogprob
+from rwkv_batch.request import Event, PromptScore, Sequence, TokenLogprob
 from rwkv_batch.scheduling.plan import Plan, Row
 from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.text.tokenizer import Tokenizer
@@ -30,7 +30,6 @@ CHECKPOINT_TOKENS = 16  # sampled tokens between the checkpoints of a row whose 
 MOST_CHECKPOINT_TOKENS = 64  # small: there a copy takes the host longer than feeding the tokens again takes the device
 LARGE_STATE = 16 * 2**20  # bytes
 IDLE_SECONDS = 0.25  # how long an idle loop sleeps between two signs of life
-POLL_SECONDS = 0.0002  # between two looks whether a step has run, while turns wait for the disk
 MASK_SECONDS = 0.001  # the same where all rows wait for their masks
 
 
@@ -113,8 +112,6 @@ class EngineLoop(ActiveRequests):
         if waited and submitted is not None and self._step.arrived is not None:
             self._mask_patience.judge(was_long=self._step.arrived.query())
         self._deliver()  # what the inbox brought, before a step is waited for
-        if self._step is not None:
-            self._tell_meanwhile(self._step)
         if submitted is not None and submitted.early is not None:
             self._read(submitted.early)
         if self._step is not None:
@@ -125,17 +122,6 @@ class EngineLoop(ActiveRequests):
         if plan:
             self._totals["step_seconds_total"] += self.last_step - started
         self._deliver()
-
-    def _deliver(self) -> None:
-        if batch := self._outbox.take():
-            self.deliver(batch)
-
-    def _tell_meanwhile(self, step: Step) -> None:
-        """Tell of turns that are kept while a step still runs."""
-        while self._num_committing and step.arrived is not None and not step.arrived.query():
-            for message in self._kept.take(POLL_SECONDS):
-                self._committed(message)
-            self._deliver()
 
     def _patience(self) -> float:
         """Return how many seconds there is nothing to do but to read the inbox."""
@@ -155,8 +141,6 @@ class EngineLoop(ActiveRequests):
 
     def _take_inbox(self, seconds: float) -> None:
         messages = self._inbox.take(seconds)
-        for message in self._kept.take(0):
-            self._committed(message)
         for message in messages:
             match message:
                 case Accepted():
@@ -166,8 +150,9 @@ class EngineLoop(ActiveRequests):
                 case Cancel(request_id):
                     self._cancel(request_id)
                 case CancelOwner(owner):
-                    for request_id in [o.request.id for o in self._active.values() if o.owner == owner]:
+                    for request_id in [o.request.id for o in list(self._active.values()) if o.owner == owner]:
                         self._cancel(request_id)
+        self._keep_ended()
 
     def _start(self, accepted: Accepted) -> None:
         request, owner, lease = accepted.request, accepted.owner, accepted.lease
@@ -203,7 +188,7 @@ class EngineLoop(ActiveRequests):
             if not request.session.keep:
                 lease.release()
         if request.max_tokens == 0 and request.prompt_logprobs is None and all(row.lease is None for row in rows.values()):
-            self._drop(request.id)  # nothing to compute
+            self._drop(active)  # nothing to compute
             for sequence, row in rows.items():
                 del self._rows[sequence]
                 self._end(sequence, row, "length")
@@ -211,41 +196,48 @@ class EngineLoop(ActiveRequests):
     def _submit(self, plan: Plan) -> Step:
         step = self.engine.submit(plan)
         self._totals["steps_total"] += 1
+        wanted: list[tuple[Sequence, RowOutput, int]] = []  # rows whose states are kept now, and how many ids they generated
+        rows, distance = self._rows, self.checkpoint_tokens
         for row in plan.rows:
             self._totals["prompt_tokens_total"] += len(row.ids)
-            text = self._rows.get(row.sequence)
+            sequence = row.sequence
+            text = rows.get(sequence)
             if text is None:
                 continue  # another row of its request has failed just now
-            try:
-                self._submitted(row, text)
-            except Exception as error:
-                self._fail(text.active, told(text.active.request, error))
+            if row.ids:
+                if self._fed(row, text):
+                    wanted.append((sequence, text, 0))
+            elif text.lease is not None:
+                num_generated = sequence.num_sampled - (not row.keeps)
+                if num_generated % distance == 0:
+                    wanted.append((sequence, text, num_generated))
+        self._checkpoint(wanted)
         return step
 
-    def _submitted(self, row: Row, text: RowOutput) -> None:
-        """A row's part of a step is on its way: keep the states wanted behind it."""
-        if not row.ids:
-            if text.lease is not None:
-                self._checkpoint(row.sequence, text, row.sequence.num_sampled - (not row.keeps))
-            return
-        if row.start:
-            self.note_start(text.active)
-        keep_prefix(self.engine, self.scheduler, row.sequence)
-        if text.lease is not None and row.sequence.num_prefilled == len(row.sequence.prompt):
-            self._after_prompt(row.sequence, text)
+    def _fed(self, row: Row, text: RowOutput) -> bool:
+        """A part of a row's prompt is on its way; whether the state behind it is the first checkpoint."""
+        sequence = row.sequence
+        try:
+            if row.start:
+                self.note_start(text.active)
+            keep_prefix(self.engine, self.scheduler, sequence)
+            if text.lease is None or sequence.num_prefilled < len(sequence.prompt):
+                return False
+            if not sequence.finalizing and sequence.request.max_tokens > 0:
+                return True
+            text.reason = text.reason or "length"
+            self._commit(sequence, text, self.engine.take(sequence.slot), [])
+        except Exception as error:
+            self._fail(text.active, told(text.active.request, error))
+        return False
 
-    def _after_prompt(self, sequence: Sequence, row: RowOutput) -> None:
-        """The ids to feed of a row whose state is kept are all fed."""
-        if not sequence.finalizing and sequence.request.max_tokens > 0:
-            self._checkpoint(sequence, row, 0)
-            return
-        row.reason = row.reason or "length"
-        self._commit(sequence, row, self.engine.take(sequence.slot), [])
-
-    def _checkpoint(self, sequence: Sequence, row: RowOutput, num_generated: int) -> None:
-        """Keep the state, which holds so many generated ids, every `checkpoint_tokens` of them."""
-        if num_generated % self.checkpoint_tokens == 0:
-            row.add_checkpoint(num_generated, self.engine.take(sequence.slot))
+    def _checkpoint(self, wanted: list[tuple[Sequence, RowOutput, int]]) -> None:
+        """Keep the states of rows, which hold so many generated ids; rows that want it behind one step share the copy."""
+        for (_, row, count), state in zip(wanted, self._snapshots([s.slot for s, _, _ in wanted]), strict=True):
+            if isinstance(state, RwkvBatchError):
+                self._fail(row.active, state)
+            else:
+                row.add_checkpoint(count, state)
 
     def _read(self, step: Step) -> None:
         """Turn a step's ids into text; end rows that stopped."""
@@ -259,6 +251,7 @@ class EngineLoop(ActiveRequests):
                 self._read_token(row, *token)
             except Exception as error:
                 self._fail(row.active, told(row.active.request, error))
+        self._keep_ended()
         if self.grammars is not None:
             self.grammars.flush()
 
@@ -358,11 +351,3 @@ def take_prefix(engine: Engine, slot: int) -> Snapshot | None:
     except Unavailable as error:
         log.warning("a prefix is not kept: %s", error.message)
         return None
-
-
-def told(request: Request, error: Exception) -> RwkvBatchError:
-    """What is told of an error that concerns one request alone; one that nobody designed goes to the log."""
-    if isinstance(error, RwkvBatchError):
-        return error
-    log.error("request %s failed", request.id, exc_info=error)
-    return EngineFailed("internal error", code="internal")

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 
 from rwkv_batch.engine.admission import NOBODY, Accepted, ActiveRequest, Lease, Owner, stops_of
@@ -78,12 +79,12 @@ class RowOutput:
         """A state inside the visible text, and the ids that bring it to the end of that text."""
         num_visible, rest = self.detokenizer.visible()
         num_generated, snapshot = next(c for c in reversed(self.checkpoints) if c[0] <= num_visible)
-        return snapshot, self.generated[num_generated:num_visible] + tokenizer.encode_bytes(rest)
+        return snapshot, self.generated[num_generated:num_visible] + (tokenizer.encode_bytes(rest) if rest else [])
 
     def turn(self, tokenizer: Tokenizer) -> list[int]:
         """Return the ids of the prompt and of the visible text: what the kept state has seen since the one before."""
         num_visible, rest = self.detokenizer.visible()
-        return self.prompt + self.generated[:num_visible] + tokenizer.encode_bytes(rest)
+        return self.prompt + self.generated[:num_visible] + (tokenizer.encode_bytes(rest) if rest else [])
 
     def newlines(self, tokenizer: Tokenizer) -> int:
         """Return how many newlines, two at most, the text of prompt and answer ends in."""
@@ -230,8 +231,14 @@ def separated(prompt: list[int], newlines: int, tokenizer: Tokenizer) -> list[in
         if rest:
             partial = rest if rest != token_bytes[token] else b""
             separator = b"\n" * (2 - newlines)
-            return tokenizer.encode_bytes(separator + partial) + prompt[count + bool(partial) :]
+            return [*separator_ids(tokenizer, separator + partial), *prompt[count + bool(partial) :]]
     return prompt  # nothing but newlines
+
+
+@lru_cache(maxsize=256)
+def separator_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
+    """The ids of newlines and what is left of a token behind them: the same few for most turns."""
+    return tokenizer.encode_bytes(data)
 
 
 def again(request: Request, answer: Answer) -> Progress:

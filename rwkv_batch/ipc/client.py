@@ -365,8 +365,7 @@ class EngineClient:
             elif isinstance(message, CommandResult):
                 call_back(self._command_answers.pop(message.question, None), message.failure or message.answer)
             elif isinstance(message, Accepted):
-                ticket = self.tickets.get(message.request_id)
-                if ticket is not None:
+                for ticket in filter(None, map(self.tickets.get, message.request_ids)):
                     ticket.accepted = True
                     ticket._tell_answered()
             elif isinstance(message, Status):

@@ -117,9 +117,9 @@ class Status(msgspec.Struct, tag="status", array_like=True, frozen=True):
 
 
 class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
-    """Engine: the request waits or runs."""
+    """Engine: these requests wait or run."""
 
-    request_id: str
+    request_ids: list[str]
 
 
 class Live(msgspec.Struct, array_like=True):

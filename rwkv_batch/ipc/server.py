@@ -97,6 +97,7 @@ class EngineServer:
         self.on_beat: Callable[[dict[str, int | float]], None] = lambda stats: None
         self._peers: dict[bytes, float] = {}  # identity -> when it was last heard
         self._live: dict[str, tuple[bytes, Live]] = {}  # request -> owner and what is known of it
+        self._taken: dict[bytes, list[str]] = {}  # owner -> requests that it was not told of yet
         self._outbox: deque[dict[bytes, list[Event]]] = deque()
         self._answers: deque[tuple[bytes, CommandResult]] = deque()
         self._bell = Bell()
@@ -152,19 +153,24 @@ class EngineServer:
             poller.poll(max(0.0, next_beat - time.monotonic()) * 1000)
             self._bell.hear()
             self._receive()
-            while self._outbox:
-                self._send_events(self._outbox.popleft())
+            self._send_events()
             while self._answers:
                 self._send(*self._answers.popleft())
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self.heartbeat
                 self._beat()
-        while self._outbox:  # what the core said last, such as why it failed
-            self._send_events(self._outbox.popleft())
+        self._send_events()  # what the core said last, such as why it failed
         self._socket.close(linger=500)
         self._context.term()
 
     def _receive(self) -> None:
+        """Read what is there, and say which requests were taken, in one message to each HTTP process."""
+        self._read_all()
+        taken, self._taken = self._taken, {}
+        for owner, request_ids in taken.items():
+            self._send(owner, Accepted(request_ids))
+
+    def _read_all(self) -> None:
         while True:
             try:
                 owner, payload = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -219,7 +225,7 @@ class EngineServer:
                 self._send(owner, Batch([], [Failure.of(message.request.id, EngineFailed("the request could not be started"))]))
             else:
                 self._live[message.request.id] = (owner, live_of(message))
-                self._send(owner, Accepted(message.request.id))
+                self._taken.setdefault(owner, []).append(message.request.id)
 
     def _execute(self, owner: bytes, message: Execute) -> None:
         """Pass a command on; its answer comes from another thread."""
@@ -256,7 +262,12 @@ class EngineServer:
         if isinstance(item, Failure) or live.ended >= live.prompts:
             del self._live[item.request_id]
 
-    def _send_events(self, events: dict[bytes, list[Event]]) -> None:
+    def _send_events(self) -> None:
+        """Send what waits, in one message to each HTTP process."""
+        events: dict[bytes, list[Event]] = {}
+        while self._outbox:
+            for owner, items in self._outbox.popleft().items():
+                events.setdefault(owner, []).extend(items)
         for owner, items in events.items():
             for item in items:
                 self._note(item)

@@ -99,6 +99,10 @@ class State:
         """Return a copy of one slot."""
         return Snapshot(self.shift[:, :, slot].clone(), self.wkv[:, slot].clone(), self.elapsed[slot])
 
+    def take_many(self, slots: Sequence[int]) -> list[Snapshot]:
+        """Return a copy of each slot."""
+        return [self.take(slot) for slot in slots]
+
     def put(self, slot: int, snapshot: Snapshot) -> None:
         """Overwrite one slot with a snapshot; ValueError when it belongs to a model of another shape."""
         self.put_many([slot], snapshot)

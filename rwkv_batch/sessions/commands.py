@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import msgspec
-import torch
 
 from rwkv_batch.errors import (
     Conflict,
@@ -36,6 +35,7 @@ from rwkv_batch.sessions.shared import Call, Execute, Listing, Shared
 from rwkv_batch.sessions.state_file import MAX_FOREIGN_TOKENS, PIECE_BYTES, StateFile, Stored
 from rwkv_batch.sessions.store import NewVersion, Record, SessionStore, SessionSummary
 from rwkv_batch.sessions.tiers import Key, ResidentSession
+from rwkv_batch.sessions.transfer import Mark
 
 log = logging.getLogger("rwkv_batch.session_messages")
 
@@ -226,9 +226,7 @@ class SessionCommands:
             return None
         return resident
 
-    def _write_file(
-        self, command: Export, record: Record, state: Snapshot | RwkvBatchError, arrived: "torch.cuda.Event | None"
-    ) -> Page:
+    def _write_file(self, command: Export, record: Record, state: Snapshot | RwkvBatchError, arrived: Mark | None) -> Page:
         if isinstance(state, RwkvBatchError):
             raise state
         if not self._shared.copies.is_finite(state, arrived):

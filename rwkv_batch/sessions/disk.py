@@ -153,12 +153,14 @@ class StateWriter:
                 self._failed(job, StorageFailed("the state could not be kept"))
         if self._at_once and good:
             good = self._write_turns(good)
-        for job, resident in good:
-            self._publish(job, resident)
         with self._shared.lock:
+            for job, resident in good:
+                self._publish(job, resident)
             self._shared.totals["state_commits_total"] += len(good)
             self._shared.totals["state_commit_seconds_total"] += time.monotonic() - began
             self._leases.go_on()
+        for job, resident in good:
+            job.done(self._result(resident))
 
     def _prepare(self, job: Commit, new: set[Key]) -> ResidentSession:
         """Give the state its name and version; Conflict or EngineFailed when it cannot be saved."""
@@ -202,21 +204,20 @@ class StateWriter:
 
     def _publish(self, job: Commit, resident: ResidentSession) -> None:
         """The session is at its new version."""
-        with self._shared.lock:
+        if resident.replays:
             self._leases.remember(resident)
-            if self._at_once:
-                resident.replays = []
-            else:
-                relaxed = self._shared.durability == "relaxed"
-                resident.due = time.monotonic() + self._relaxed_seconds if relaxed else math.inf
-                old = self._shared.tiers.find(resident.key)
-                if old is not None and old.due is not None:  # it will not be written any more
-                    resident.replays = old.replays + resident.replays
-                    resident.due = min(resident.due, old.due)
-            self._shared.publish(resident)
-            self._shared.count_node(resident.key)
-            self._end(job)
-        job.done(self._result(resident))
+        if self._at_once:
+            resident.replays = []
+        else:
+            relaxed = self._shared.durability == "relaxed"
+            resident.due = time.monotonic() + self._relaxed_seconds if relaxed else math.inf
+            old = self._shared.tiers.find(resident.key)
+            if old is not None and old.due is not None:  # it will not be written any more
+                resident.replays = old.replays + resident.replays
+                resident.due = min(resident.due, old.due)
+        self._shared.publish(resident)
+        self._shared.count_node(resident.key)
+        self._end(job)
 
     def _failed(self, job: Commit, error: RwkvBatchError) -> None:
         """The turn is not saved; the session stays at its last version."""

@@ -7,7 +7,8 @@ import logging
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from rwkv_batch.session_messages import Answer, CommitResult, Session
 from rwkv_batch.sessions.shared import Commit, Guarded, Load, Shared
 from rwkv_batch.sessions.store import Replay, SessionStore
 from rwkv_batch.sessions.tiers import Key, ResidentSession
+from rwkv_batch.sessions.transfer import Mark
 
 log = logging.getLogger("rwkv_batch.session_messages")
 
@@ -119,6 +121,7 @@ class LeaseManager:
     deadlines    a heap of (when, count, lease)
     keys         idempotency keys of turns in progress
     replays      answers in memory, kept for their idempotency keys, the oldest first
+    mark         behind the states of turns that are committed together
     """
 
     turns = Guarded[dict[Key, deque[Lease]]]()
@@ -130,6 +133,7 @@ class LeaseManager:
     num_deadlines = Guarded[int]()
     keys = Guarded[set[ReplayKey]]()
     replays = Guarded[OrderedDict[ReplayKey, Replay]]()
+    mark = Guarded[Mark | None]()
 
     def __init__(self, shared: Shared, store: SessionStore, *, wait_seconds: float, max_waiting: int):
         self.lock = shared.lock
@@ -141,6 +145,7 @@ class LeaseManager:
         with self.lock:
             self.turns, self.next_turns, self.held, self.granted, self.unanswered = {}, deque(), deque(), set(), {}
             self.deadlines, self.num_deadlines, self.keys, self.replays = [], 0, set(), OrderedDict()
+            self.mark = None
 
     # From any thread.
 
@@ -176,7 +181,18 @@ class LeaseManager:
 
     def commit(self, commit: Commit) -> None:
         """See `Lease.commit`."""
-        self._shared.enqueue(commit._replace(written=self._shared.copies.mark()))
+        with self.lock:
+            self._shared.enqueue(commit._replace(written=self.mark or self._shared.copies.mark()))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See `StatePool.together`."""
+        with self.lock:
+            self.mark = self._shared.copies.mark()
+            try:
+                yield
+            finally:
+                self.mark = None
 
     def end(self, lease: Lease, *, nonfinite: bool = False) -> None:
         """The lease is over, or will never be given; the next one in line has its turn."""

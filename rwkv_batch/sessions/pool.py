@@ -26,6 +26,7 @@ when more than `snapshot_tokens` ids lead to a state, when it leaves memory, and
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -118,6 +119,10 @@ class StatePool:
     def cancel(self, request_id: str) -> None:
         """Nobody waits any more for the lease of this request; one that was given is released by whoever has it."""
         self.leases.cancel(request_id)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Turns that are committed inside, in one thread, go to the disk together; their states were copied before."""
+        return self.leases.together()
 
     def execute(self, command: SessionCommand, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
         """Carry out a command; `answer` is called once, in the storage thread. Raises Unavailable when the server stops."""

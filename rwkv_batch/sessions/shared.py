@@ -5,13 +5,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
-import torch
-
 from rwkv_batch.errors import RwkvBatchError, StorageFailed, Unavailable
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.session_messages import Answer, CommitResult, Deleted, Page, SessionCommand
 from rwkv_batch.sessions.tiers import Key, ResidentSession, Tiers
-from rwkv_batch.sessions.transfer import Copies
+from rwkv_batch.sessions.transfer import Copies, Mark
 
 if TYPE_CHECKING:
     from rwkv_batch.sessions.leases import Lease
@@ -93,7 +91,7 @@ class Commit(NamedTuple):
     done: Callable[[CommitResult | RwkvBatchError], None]
     ids: list[int]
     turn: list[int] | None
-    written: "torch.cuda.Event | None"
+    written: Mark | None
 
 
 class Execute(NamedTuple):
@@ -272,8 +270,10 @@ class Shared:
 
     def check_promise(self) -> None:
         """Refuse what would be said to be on disk within `relaxed_seconds` while the disk refuses such states."""
+        if self.durability != "relaxed":
+            return
         with self.lock:
-            if self.refusal is None or self.durability != "relaxed":
+            if self.refusal is None:
                 return
             if self.tiers.unwritten():
                 raise StorageFailed(f"earlier turns still wait for the disk: {self.refusal}")
@@ -340,6 +340,8 @@ class Shared:
 
     def count_node(self, key: Key) -> None:
         """A session called "dialogue:n", however it was made, takes that number."""
+        if not self.last_nodes:
+            return
         dialogue, _, number = key[1].rpartition(":")
         if is_number(number) and (key[0], dialogue) in self.last_nodes:
             self.last_nodes[key[0], dialogue] = max(self.last_nodes[key[0], dialogue], int(number))

@@ -4,11 +4,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import torch
-
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.session_messages import Tier
 from rwkv_batch.sessions.store import Replay
+from rwkv_batch.sessions.transfer import Mark
 
 MAX_LAGGING = 64  # sessions that left L2 and are held for a snapshot; others are dropped, for what they lack is in the log,
 MAX_LAGGING_BYTES = 512 * 2**20  # and their bytes
@@ -38,7 +37,7 @@ class ResidentSession:
     updated: float
     ids: list[int] = field(default_factory=list)
     lag: int = 0
-    arrived: "torch.cuda.Event | None" = None
+    arrived: Mark | None = None
     due: float | None = None
     replays: list[tuple[str, Replay]] = field(default_factory=list)
     node: tuple[str, int] | None = None

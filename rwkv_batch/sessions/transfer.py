@@ -2,10 +2,18 @@
 
 import math
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
 
 from rwkv_batch.model.state import Snapshot
+
+
+class Mark(NamedTuple):
+    """An event, and the stream on which it stands behind a copy."""
+
+    event: torch.cuda.Event
+    stream: int
 
 
 class Copies:
@@ -16,40 +24,36 @@ class Copies:
         self.on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self.on_gpu else None
 
-    def mark(self) -> "torch.cuda.Event | None":
+    def mark(self) -> Mark | None:
         """Return an event behind all that the calling thread has submitted so far."""
-        if not self.on_gpu:
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return _mark(torch.cuda.current_stream(self.device)) if self.on_gpu else None
 
-    def wait(self, snapshot: Snapshot, event: "torch.cuda.Event | None") -> None:
+    def wait(self, snapshot: Snapshot, mark: Mark | None) -> None:
         """Make the calling thread's stream wait until `snapshot` has arrived, and keep its memory until that stream is done."""
-        if event is not None:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(event)
+        if mark is None:
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if stream.cuda_stream != mark.stream:  # else it is behind the copy as it is, and its memory is that stream's
+            stream.wait_event(mark.event)
             for tensor in (snapshot.shift, snapshot.wkv):
                 if tensor.is_cuda:
                     tensor.record_stream(stream)
 
-    def to_device(self, snapshot: Snapshot) -> tuple[Snapshot, "torch.cuda.Event | None"]:
-        """Begin to copy a snapshot to the device; the event says when it is there. Does not wait."""
+    def to_device(self, snapshot: Snapshot) -> tuple[Snapshot, Mark | None]:
+        """Begin to copy a snapshot to the device; the mark says when it is there. Does not wait."""
         if not self.on_gpu or snapshot.wkv.is_cuda:
             return snapshot, None
         with torch.cuda.stream(self._stream):
             shift, wkv = (tensor.to(self.device, non_blocking=True) for tensor in (snapshot.shift, snapshot.wkv))
-            event = torch.cuda.Event()
-            event.record()
-        return Snapshot(shift, wkv, snapshot.elapsed), event
+        return Snapshot(shift, wkv, snapshot.elapsed), _mark(self._stream)
 
-    def to_host(self, snapshot: Snapshot, event: "torch.cuda.Event | None") -> Snapshot:
+    def to_host(self, snapshot: Snapshot, mark: Mark | None) -> Snapshot:
         """Return a copy in page-locked host memory; waits for it."""
         if not snapshot.wkv.is_cuda:
             return snapshot
         with torch.cuda.stream(self._stream):
-            if event is not None:
-                self._stream.wait_event(event)
+            if mark is not None:
+                self._stream.wait_event(mark.event)
             shift, wkv = (
                 torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
                 for tensor in (snapshot.shift, snapshot.wkv)
@@ -59,12 +63,18 @@ class Copies:
         done.synchronize()
         return Snapshot(shift, wkv, snapshot.elapsed)
 
-    def is_finite(self, snapshot: Snapshot, event: "torch.cuda.Event | None") -> bool:
+    def is_finite(self, snapshot: Snapshot, mark: Mark | None) -> bool:
         """Whether no value is NaN or infinite: a sum with one is neither."""
         with ExitStack() as stack:
             if snapshot.wkv.is_cuda:
                 stack.enter_context(torch.cuda.stream(self._stream))
-                if event is not None:
-                    self._stream.wait_event(event)
+                if mark is not None:
+                    self._stream.wait_event(mark.event)
             sums = [tensor.sum(dtype=torch.float32) for tensor in (snapshot.shift, snapshot.wkv)]
             return all(math.isfinite(float(value)) for value in sums)
+
+
+def _mark(stream: torch.cuda.Stream) -> Mark:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return Mark(event, stream.cuda_stream)

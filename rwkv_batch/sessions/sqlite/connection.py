@@ -197,9 +197,7 @@ class DatabaseFile:
         if not self.path.exists():  # what is said in sessions is nobody else's business
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
         address = f"file:{quoted}?mode={mode}"
-        connection = sqlite3.connect(
-            address, uri=True, isolation_level=None, check_same_thread=False, factory=StateConnection
-        )
+        connection = sqlite3.connect(address, uri=True, isolation_level=None, check_same_thread=False, factory=StateConnection)
         self.connection = connection
         if not self.read_only:
             connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")

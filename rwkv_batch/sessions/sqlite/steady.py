@@ -19,7 +19,8 @@ class NotAsKnown(Exception):
 class Newest(NamedTuple):
     """The newest version of a session in the file, whose state is `kept`.
 
-    states  those of the last versions, the newest last; each but the first was written as a turn that goes on from the one before
+    states  those of the last versions, the newest last; each but the first was written as a turn that goes on from the one
+            before
     """
 
     session: int
