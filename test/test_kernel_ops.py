@@ -18,6 +18,7 @@ from kernel_recorder import make_launcher
 
 from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.autotune import Autotuner
+from rwkv_batch.kernels.linear import MAX_SPARSE
 from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.quant.dequantise import Dequantiser
 from rwkv_batch.kernels.quant.few_tokens import QuantLinear
@@ -250,6 +251,7 @@ def test_few_tokens_read_quantised_matrices_as_they_are_stored(monkeypatch, quan
     names = [note[0] for note in recorder.take()]
     assert names.count("rwkv_quant_project") == 2
     assert names.count("rwkv_quant_gemv") == 2 * 2 + 1
+    assert names.count("rwkv_quant_sparse_ffn") == 2 * (num_tokens <= MAX_SPARSE)
     assert "rwkv_gemm" not in names
 
 

@@ -90,7 +90,7 @@ def decoded(row: bytes, name: str, k: int, columns: int, transposed: bool) -> fl
     if name == "int4":
         return nibble - 8
     if name == "nf4":
-        return NF4[nibble]
+        return float(torch.tensor(NF4[nibble]).half())
     pair += 4 * (word % 2)
     if name == "fp6":
         above = struct.unpack_from("<I", row, columns // 2 + 4 * (word // 2))[0]

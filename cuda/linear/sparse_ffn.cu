@@ -8,138 +8,10 @@
 // In both products a token's result depends neither on the other tokens nor on how many there are. fp16 operands, fp32 sums in an
 // order that depends on the shapes alone; split sums are put together inside a cluster of blocks, in the order of their ranks.
 
-#include "hopper.cuh"
-#include "products.cuh"
+#include "sparse.cuh"
 
 namespace rwkv {
 namespace {
-
-#if __CUDA_ARCH__ >= 900
-// Store into the shared memory of a block of the cluster, where the bytes count towards its `barrier`.
-__device__ __forceinline__ void send(float* to, float value, uint64_t* barrier, int rank) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(remote_address(to, rank)),
-                 "r"(__float_as_int(value)), "r"(remote_address(barrier, rank))
-                 : "memory");
-}
-#endif
-
-// Every block has one token: rows that several tokens need come from L2 for all but the first.
-//
-// The blocks of a cluster share the units of 8 * `lanes` columns. A block lists those of its part that are on; its workers, of
-// `lanes` lanes with 8 columns each, deal the list out among themselves.
-constexpr int SPARSE_THREADS = 512, SPARSE_WARPS = SPARSE_THREADS / LANES, AT_ONCE = 8;
-
-__global__ __launch_bounds__(SPARSE_THREADS, 2) void sparse_ffn(const __half* hidden, const __half* weight, __half* out,
-                                                                    int num_tokens, int units, int width, int lanes, int splits) {
-    __shared__ int2 list[4 * SPARSE_THREADS];  // of units that are on, each with its value as fp32 bits
-    __shared__ int counts[SPARSE_WARPS];
-    __shared__ __align__(16) float parts[SPARSE_WARPS * 256];  // [SPARSE_WARPS, columns]
-    __shared__ float gathered[256];                            // [splits, columns / splits]
-    release_next();
-    const int columns = lanes * 8, each = columns / splits;
-#if __CUDA_ARCH__ >= 900
-    __shared__ uint64_t complete;
-    if (threadIdx.x == 0) {
-        init_barrier(&complete, 1);
-        publish_barriers();
-        expect_bytes(&complete, columns * 4);
-    }
-    cluster_arrive_relaxed();
-#endif
-    const int workers = SPARSE_THREADS / lanes, worker = threadIdx.x / lanes, lane = threadIdx.x % lanes;
-    const int warp = threadIdx.x / LANES;
-    const int rank = blockIdx.x % splits, token = blockIdx.x / splits % num_tokens, block = blockIdx.x / splits / num_tokens;
-    const int share = ((units + splits - 1) / splits + 3) / 4 * 4;
-    const int begin = min(rank * share, units), end = min(begin + share, units);
-    const __half* column = weight + (block * lanes + lane) * 8;
-    wait_for_previous();
-
-    float sum[8] = {};
-    for (int round = begin; round < end; round += 4 * SPARSE_THREADS) {
-        const int unit = round + 4 * threadIdx.x;
-        uint2 raw = make_uint2(0, 0);
-        if (unit < end) raw = *reinterpret_cast<const uint2*>(hidden + int64_t(token) * units + unit);
-        const uint32_t value[4] = {raw.x & 0xffff, raw.x >> 16, raw.y & 0xffff, raw.y >> 16};
-        int count = 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++) count += (value[i] & 0x7fff) != 0;
-        int upto = count;
-#pragma unroll
-        for (int d = 1; d < LANES; d *= 2) {
-            const int below = __shfl_up_sync(ALL, upto, d);
-            if (threadIdx.x % LANES >= d) upto += below;
-        }
-        if (round > begin) __syncthreads();  // the list before has been worked through
-        if (threadIdx.x % LANES == LANES - 1) counts[warp] = upto;
-        __syncthreads();
-        int at = upto - count, total = 0;
-#pragma unroll
-        for (int s = 0; s < SPARSE_WARPS; s++) {
-            if (s == warp) at += total;
-            total += counts[s];
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (value[i] & 0x7fff)
-                list[at++] = make_int2(unit + i, __float_as_int(__half2float(__ushort_as_half(uint16_t(value[i])))));
-        __syncthreads();
-        for (int first = 0; first < total; first += AT_ONCE * workers) {
-            uint4 w[AT_ONCE];
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) {
-                const int entry = first + j * workers + worker;
-                w[j] = load_weights_if(column + int64_t(list[min(entry, total - 1)].x) * width, entry < total);
-            }
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) {
-                const int entry = first + j * workers + worker;
-                const float strength = entry < total ? __int_as_float(list[entry].y) : 0.f;
-                const __half2* pairs = reinterpret_cast<const __half2*>(&w[j]);
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    const float2 v = __half22float2(pairs[c]);
-                    sum[2 * c] = fmaf(strength, v.x, sum[2 * c]);
-                    sum[2 * c + 1] = fmaf(strength, v.y, sum[2 * c + 1]);
-                }
-            }
-        }
-    }
-    // Add up the workers: within a warp, then the warps of the block in order, then the blocks of the cluster in order.
-    for (int d = lanes; d < LANES; d *= 2)
-#pragma unroll
-        for (int c = 0; c < 8; c++) sum[c] += __shfl_xor_sync(ALL, sum[c], d);
-    if (threadIdx.x % LANES < lanes) {
-        float4* to = reinterpret_cast<float4*>(parts + warp * columns + lane * 8);
-        to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-        to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-    }
-    __syncthreads();
-#if __CUDA_ARCH__ >= 900
-    cluster_wait();
-#endif
-    if (threadIdx.x < columns) {
-        float total = 0.f;
-#pragma unroll
-        for (int s = 0; s < SPARSE_WARPS; s++) total += parts[s * columns + threadIdx.x];
-        float* to = gathered + rank * each + threadIdx.x % each;
-#if __CUDA_ARCH__ >= 900
-        send(to, total, &complete, threadIdx.x / each);
-#else
-        *to = total;
-#endif
-    }
-#if __CUDA_ARCH__ < 900
-    __syncthreads();
-#endif
-    if (threadIdx.x < each) {
-#if __CUDA_ARCH__ >= 900
-        wait(&complete, 0);
-#endif
-        float total = 0.f;
-        for (int s = 0; s < splits; s++) total += gathered[s * each + threadIdx.x];
-        out[int64_t(token) * width + block * columns + rank * each + threadIdx.x] = __float2half_rn(total);
-    }
-}
 
 // A warp takes 32 units at a time of 64 columns. It copies the rows that are on in some token into a ring of its own, and
 // multiplies all 32 on tensor cores: what lies in the ring for the other rows, weights too, meets zeros. So the sums are those of
@@ -387,13 +259,7 @@ using namespace rwkv;
 // out [N, C] = hidden [N, F] weight [F, C], F a multiple of 4, C of 64.
 RWKV_EXPORT int rwkv_sparse_ffn(const void* hidden, const void* weight, void* out, int num_tokens, int units, int width,
                                 int overlap, void* stream) {
-    if (units % 4 || width % 64) return cudaErrorInvalidValue;
-    int lanes = 32;  // as many as leave most multiprocessors with a block
-    while (lanes > 8 && (width % (lanes * 8) || width / (lanes * 8) * CLUSTER < device().processors * 3 / 4)) lanes /= 2;
-    const int splits = device().clusters ? CLUSTER : 1;
-    const unsigned blocks = width / (lanes * 8) * num_tokens * splits;
-    return start(sparse_ffn, {blocks, SPARSE_THREADS, cudaStream_t(stream), overlap, splits}, static_cast<const __half*>(hidden),
-                 static_cast<const __half*>(weight), static_cast<__half*>(out), num_tokens, units, width, lanes, splits);
+    return start_sparse<PLAIN>(hidden, weight, nullptr, out, num_tokens, units, width, overlap, stream);
 }
 
 // The same on Hopper, N <= 16, F a multiple of 32, C of 128. active_mask [F / 32] 32 bits: bit i of word w says whether unit

@@ -274,7 +274,10 @@ class KernelOps:
         matrix = layer.ffn_value
         variant = self.variant("ffn_value", len(hidden), matrix)
         if variant.method is Method.SPARSE:
-            self.linear.sparse_ffn(hidden, matrix.weight, out)
+            if matrix.quant is None:
+                self.linear.sparse_ffn(hidden, matrix.weight, out)
+            else:
+                self.quant_linear.sparse_ffn(hidden, matrix.quant, out)
         elif variant.method is Method.MASKED:
             mask = self.buffers.active_mask
             if not self._key_leaves_mask(len(hidden), layer):
@@ -328,9 +331,9 @@ class KernelOps:
         if chosen is not None:
             return chosen
         if matrix.quant is not None:
-            if num_tokens > MAX_GEMV or name == "ffn_value":
-                return CUBLAS
-            return GEMV_RKV if name == "rkv" else GEMV
+            if name == "ffn_value":
+                return SPARSE if num_tokens <= MAX_SPARSE else CUBLAS
+            return CUBLAS if num_tokens > MAX_GEMV else GEMV_RKV if name == "rkv" else GEMV
         if num_tokens <= GEMV_ROWS:
             return SPARSE if name == "ffn_value" else GEMV_RKV if name == "rkv" else GEMV
         if name == "ffn_value" and self.linear.masked_ffn_fits(num_tokens, *matrix.weight.shape):
@@ -367,7 +370,9 @@ class KernelOps:
         if name == "rkv":
             placements = (LoraPlacement.BEFORE, LoraPlacement.CONCURRENT)
             return [dataclasses.replace(variant, lora=place) for place in placements for variant in dense] + [GEMV_RKV] * few
-        return dense + [GEMV] * (few and name != "ffn_value")
+        if name == "ffn_value":
+            return dense + [SPARSE] * (num_tokens <= MAX_SPARSE)
+        return dense + [GEMV] * few
 
     def _rkv_variants(self, num_tokens: int, layer: LayerKernels) -> list[Variant]:
         matrix, lora, gemm = layer.rkv.gemm, layer.lora, Method.GEMM

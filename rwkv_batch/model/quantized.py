@@ -12,7 +12,8 @@ A matrix [.., M, K] is M outputs of K inputs. Its values are stored row by row; 
     nf4     uint8 [.., M, K / 2]                fp16 [.., M, K / 64] = amax       fp16 [M, K / 64]
 
 int4 is (nibble - 8) * scale, of either sign, so that the largest value can meet -8; nf4 has the 16 levels of Dettmers et al.,
-"QLoRA" (2023); fp6 and fp5 a sign, an exponent (bias 3 and 1, subnormals, nothing infinite) and two bits of mantissa.
+"QLoRA" (2023), rounded to fp16; fp6 and fp5 a sign, an exponent (bias 3 and 1, subnormals, nothing infinite) and two bits of
+mantissa.
 
 Order in each 64 inputs of a matrix that is not transposed. Tensor cores give a lane of quarter q = 0..3 the inputs 2q, 2q + 1,
 2q + 8, 2q + 9 of each of four fragments of 16; here a lane's inputs lie together:
@@ -226,7 +227,7 @@ def _table(name: str, device: torch.device) -> Tensor:
     if name == "int4":
         table = torch.arange(16.0) - 8
     elif name == "nf4":
-        table = torch.tensor(NF4)
+        table = torch.tensor(NF4).half().float()
     else:
         table = _float_table(FORMATS[name].bits)
     return table.to(device)

@@ -1,4 +1,4 @@
-"""Calls of cuda/linear/quant_gemv.cu: products of few tokens with quantised matrices, which are read as they are stored.
+"""Calls of cuda/linear/quant_gemv.cu and quant_ffn.cu: products of few tokens with quantised matrices, read as stored.
 
 N tokens, width C, feed-forward width F; x and results are fp16, sums fp32. A token's result depends neither on the others nor
 on its place among them, nor on N.
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.launch import INT, POINTER, Launcher, check, pointer
-from rwkv_batch.kernels.linear import MAX_GEMV, PLANES, Lora
+from rwkv_batch.kernels.linear import MAX_GEMV, MAX_SPARSE, PLANES, Lora
 from rwkv_batch.kernels.quant.matrix import HALF, QuantMatrix
 
 MAX_PROBLEMS = 7
@@ -24,6 +24,7 @@ class QuantLinear:
         self.launcher = launcher
         self.pdl = pdl
         self._gemv = launcher.bind("rwkv_quant_gemv", *[POINTER] * 4, *[INT] * 8)
+        self._sparse_ffn = launcher.bind("rwkv_quant_sparse_ffn", *[POINTER] * 4, *[INT] * 5)
         self._project = launcher.bind("rwkv_quant_project", *[POINTER] * 6, *[INT] * 8)
 
     def gemv(self, x: Tensor, matrix: QuantMatrix, out: Tensor, *, relu_square: bool = False) -> None:
@@ -54,6 +55,19 @@ class QuantLinear:
             raise ValueError(f"project: {list(matrix.shape)} is not [3, {c}, {c}], or there are over {MAX_GEMV} tokens: {n}")
         pointers = map(pointer, (mixed, matrix.values, matrix.scales, lora.down, rkv, hidden))
         self.launcher.launch(self._project, *pointers, matrix.code, n, c, *lora.ranks, self.pdl)
+
+    def sparse_ffn(self, hidden: Tensor, matrix: QuantMatrix, out: Tensor) -> None:
+        """out [N, C] = hidden [N, F] matrix [F, C], each token reading the rows of units that are on in it.
+
+        N <= 8; F a multiple of 4; `matrix` transposed.
+        """
+        n, f, c = len(hidden), matrix.K, matrix.M
+        self._check("hidden", hidden, (n, f))
+        self._check("out", out, (n, c))
+        if not matrix.transposed or f % 4 or n > MAX_SPARSE:
+            raise ValueError(f"sparse_ffn: N {n} or F {f} does not fit, or {list(matrix.shape)} is not [F, C]")
+        pointers = map(pointer, (hidden, matrix.values, matrix.scales, out))
+        self.launcher.launch(self._sparse_ffn, *pointers, matrix.code, n, f, c, self.pdl)
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = HALF) -> None:
         check(name, tensor, self.launcher.device, dtype, shape)

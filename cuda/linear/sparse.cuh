@@ -1,0 +1,238 @@
+// sparse_ffn, for weights of fp16 and quantised ones: see sparse_ffn.cu.
+#pragma once
+
+#include "hopper.cuh"
+#include "quant.cuh"
+
+namespace rwkv {
+namespace {
+
+constexpr int PLAIN = -1;  // in the place of a Format: fp16
+
+template <class T>
+__device__ __forceinline__ T load_if(const T* p, bool wanted) {  // no branch, so that many are under way at once
+    static_assert(sizeof(T) == 8 || sizeof(T) == 4 || sizeof(T) == 2);
+    if constexpr (sizeof(T) == 8) {
+        T v;
+        asm volatile(
+            "{ .reg .pred wanted; setp.ne.b32 wanted, %3, 0;\n"
+            "mov.b32 %0, 0; mov.b32 %1, 0;\n"
+            "@wanted ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2]; }"
+            : "=&r"(v.x), "=&r"(v.y)
+            : "l"(p), "r"(int(wanted)));
+        return v;
+    } else if constexpr (sizeof(T) == 4) {
+        uint32_t v;
+        asm volatile("{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0; mov.b32 %0, 0; @wanted ld.global.nc.u32 %0, [%1]; }"
+                     : "=&r"(v)
+                     : "l"(p), "r"(int(wanted)));
+        return v;
+    } else {
+        uint16_t v;
+        asm volatile("{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0; mov.b16 %0, 0; @wanted ld.global.nc.u16 %0, [%1]; }"
+                     : "=&h"(v)
+                     : "l"(p), "r"(int(wanted)));
+        return v;
+    }
+}
+
+// Eight neighbouring columns of a unit's row.
+template <int FORMAT>
+struct Eight {
+    static constexpr int AT_ONCE = 16;  // rows on their way
+    uint2 codes;
+    uint32_t upper;
+    __half scale;
+
+    __device__ __forceinline__ void load(const void* weight, const void* scales, int64_t unit, int width, int column, bool wanted) {
+        const uint8_t* const row = static_cast<const uint8_t*>(weight) + unit * row_bytes(FORMAT, width);
+        if constexpr (wide_codes(FORMAT)) codes = load_if(reinterpret_cast<const uint2*>(row + column), wanted);
+        else codes.x = load_if(reinterpret_cast<const uint32_t*>(row + column / 2), wanted);
+        const uint8_t* const second = row + lower_bytes(FORMAT, width);
+        if constexpr (FORMAT == FP6) upper = load_if(reinterpret_cast<const uint32_t*>(second) + column / 16, wanted);
+        if constexpr (FORMAT == FP5) upper = load_if(reinterpret_cast<const uint16_t*>(second) + column / 16, wanted);
+        if constexpr (grouped(FORMAT))
+            scale = __ushort_as_half(load_if(static_cast<const uint16_t*>(scales) + (unit * width + column) / BLOCK, wanted));
+    }
+    __device__ __forceinline__ void add(float (&sum)[8], float strength, int column) const {
+        if constexpr (wide_codes(FORMAT)) {
+            const uint2 a = decode_bytes<FORMAT>(codes.x), b = decode_bytes<FORMAT>(codes.y);
+            add_pair(sum[0], sum[1], a.x, strength), add_pair(sum[2], sum[3], a.y, strength);
+            add_pair(sum[4], sum[5], b.x, strength), add_pair(sum[6], sum[7], b.y, strength);
+        } else {
+            if constexpr (grouped(FORMAT)) strength *= __half2float(scale);
+            const uint32_t above = FORMAT == FP5 ? spread_signs(upper) : upper;
+            const uint4 v = decode_nibbles<FORMAT>(codes.x, above, column / 8 % 2 * 4);
+            add_pair(sum[0], sum[4], v.x, strength), add_pair(sum[1], sum[5], v.y, strength);
+            add_pair(sum[2], sum[6], v.z, strength), add_pair(sum[3], sum[7], v.w, strength);
+        }
+    }
+    static __device__ __forceinline__ void add_pair(float& a, float& b, uint32_t pair, float strength) {
+        const float2 v = __half22float2(halves_of(pair));
+        a = fmaf(strength, v.x, a), b = fmaf(strength, v.y, b);
+    }
+    // What a column's sum is multiplied with at the end.
+    static __device__ __forceinline__ float scale_of(const void* scales, int column) {
+        return grouped(FORMAT) ? 1.f : unit<FORMAT>() * static_cast<const float*>(scales)[column];
+    }
+};
+
+template <>
+struct Eight<PLAIN> {
+    static constexpr int AT_ONCE = 8;
+    uint4 halves;
+
+    __device__ __forceinline__ void load(const void* weight, const void*, int64_t unit, int width, int column, bool wanted) {
+        halves = load_weights_if(static_cast<const __half*>(weight) + column + unit * width, wanted);
+    }
+    __device__ __forceinline__ void add(float (&sum)[8], float strength, int) const {
+        const __half2* pairs = reinterpret_cast<const __half2*>(&halves);
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const float2 v = __half22float2(pairs[c]);
+            sum[2 * c] = fmaf(strength, v.x, sum[2 * c]);
+            sum[2 * c + 1] = fmaf(strength, v.y, sum[2 * c + 1]);
+        }
+    }
+    static __device__ __forceinline__ float scale_of(const void*, int) { return 1.f; }
+};
+
+#if __CUDA_ARCH__ >= 900
+// Store into the shared memory of a block of the cluster, where the bytes count towards its `barrier`.
+__device__ __forceinline__ void send(float* to, float value, uint64_t* barrier, int rank) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(remote_address(to, rank)),
+                 "r"(__float_as_int(value)), "r"(remote_address(barrier, rank))
+                 : "memory");
+}
+#endif
+
+// Every block has one token: rows that several tokens need come from L2 for all but the first.
+//
+// The blocks of a cluster share the units of 8 * `lanes` columns. A block lists those of its part that are on; its workers, of
+// `lanes` lanes with 8 columns each, deal the list out among themselves.
+constexpr int SPARSE_THREADS = 512, SPARSE_WARPS = SPARSE_THREADS / LANES;
+
+template <int FORMAT>
+__global__ __launch_bounds__(SPARSE_THREADS, 2) void sparse_ffn(const __half* hidden, const void* weight, const void* scales,
+                                                                    __half* out, int num_tokens, int units, int width, int lanes,
+                                                                    int splits) {
+    constexpr int AT_ONCE = Eight<FORMAT>::AT_ONCE;
+    __shared__ int2 list[4 * SPARSE_THREADS];  // of units that are on, each with its value as fp32 bits
+    __shared__ int counts[SPARSE_WARPS];
+    __shared__ __align__(16) float parts[SPARSE_WARPS * 256];  // [SPARSE_WARPS, columns]
+    __shared__ float gathered[256];                            // [splits, columns / splits]
+    release_next();
+    const int columns = lanes * 8, each = columns / splits;
+#if __CUDA_ARCH__ >= 900
+    __shared__ uint64_t complete;
+    if (threadIdx.x == 0) {
+        init_barrier(&complete, 1);
+        publish_barriers();
+        expect_bytes(&complete, columns * 4);
+    }
+    cluster_arrive_relaxed();
+#endif
+    const int workers = SPARSE_THREADS / lanes, worker = threadIdx.x / lanes, lane = threadIdx.x % lanes;
+    const int warp = threadIdx.x / LANES;
+    const int rank = blockIdx.x % splits, token = blockIdx.x / splits % num_tokens, block = blockIdx.x / splits / num_tokens;
+    const int share = ((units + splits - 1) / splits + 3) / 4 * 4;
+    const int begin = min(rank * share, units), end = min(begin + share, units);
+    const int column = (block * lanes + lane) * 8;
+    wait_for_previous();
+
+    float sum[8] = {};
+    for (int round = begin; round < end; round += 4 * SPARSE_THREADS) {
+        const int unit = round + 4 * threadIdx.x;
+        uint2 raw = make_uint2(0, 0);
+        if (unit < end) raw = *reinterpret_cast<const uint2*>(hidden + int64_t(token) * units + unit);
+        const uint32_t value[4] = {raw.x & 0xffff, raw.x >> 16, raw.y & 0xffff, raw.y >> 16};
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) count += (value[i] & 0x7fff) != 0;
+        int upto = count;
+#pragma unroll
+        for (int d = 1; d < LANES; d *= 2) {
+            const int below = __shfl_up_sync(ALL, upto, d);
+            if (threadIdx.x % LANES >= d) upto += below;
+        }
+        if (round > begin) __syncthreads();  // the list before has been worked through
+        if (threadIdx.x % LANES == LANES - 1) counts[warp] = upto;
+        __syncthreads();
+        int at = upto - count, total = 0;
+#pragma unroll
+        for (int s = 0; s < SPARSE_WARPS; s++) {
+            if (s == warp) at += total;
+            total += counts[s];
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (value[i] & 0x7fff)
+                list[at++] = make_int2(unit + i, __float_as_int(__half2float(__ushort_as_half(uint16_t(value[i])))));
+        __syncthreads();
+        for (int first = 0; first < total; first += AT_ONCE * workers) {
+            Eight<FORMAT> w[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int entry = first + j * workers + worker;
+                w[j].load(weight, scales, list[min(entry, total - 1)].x, width, column, entry < total);
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int entry = first + j * workers + worker;
+                const float strength = entry < total ? __int_as_float(list[entry].y) : 0.f;
+                w[j].add(sum, strength, column);
+            }
+        }
+    }
+    // Add up the workers: within a warp, then the warps of the block in order, then the blocks of the cluster in order.
+    for (int d = lanes; d < LANES; d *= 2)
+#pragma unroll
+        for (int c = 0; c < 8; c++) sum[c] += __shfl_xor_sync(ALL, sum[c], d);
+    if (threadIdx.x % LANES < lanes) {
+        float4* to = reinterpret_cast<float4*>(parts + warp * columns + lane * 8);
+        to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    }
+    __syncthreads();
+#if __CUDA_ARCH__ >= 900
+    cluster_wait();
+#endif
+    if (threadIdx.x < columns) {
+        float total = 0.f;
+#pragma unroll
+        for (int s = 0; s < SPARSE_WARPS; s++) total += parts[s * columns + threadIdx.x];
+        float* to = gathered + rank * each + threadIdx.x % each;
+#if __CUDA_ARCH__ >= 900
+        send(to, total, &complete, threadIdx.x / each);
+#else
+        *to = total;
+#endif
+    }
+#if __CUDA_ARCH__ < 900
+    __syncthreads();
+#endif
+    if (threadIdx.x < each) {
+#if __CUDA_ARCH__ >= 900
+        wait(&complete, 0);
+#endif
+        float total = 0.f;
+        for (int s = 0; s < splits; s++) total += gathered[s * each + threadIdx.x];
+        const int at = block * columns + rank * each + threadIdx.x;
+        out[int64_t(token) * width + at] = __float2half_rn(total * Eight<FORMAT>::scale_of(scales, at));
+    }
+}
+
+template <int FORMAT>
+cudaError_t start_sparse(const void* hidden, const void* weight, const void* scales, void* out, int num_tokens, int units, int width,
+                         int overlap, void* stream) {
+    if (units % 4 || width % 64) return cudaErrorInvalidValue;
+    int lanes = 32;  // as many as leave most multiprocessors with a block
+    while (lanes > 8 && (width % (lanes * 8) || width / (lanes * 8) * CLUSTER < device().processors * 3 / 4)) lanes /= 2;
+    const int splits = device().clusters ? CLUSTER : 1;
+    const unsigned blocks = width / (lanes * 8) * num_tokens * splits;
+    return start(sparse_ffn<FORMAT>, {blocks, SPARSE_THREADS, cudaStream_t(stream), overlap, splits},
+                 static_cast<const __half*>(hidden), weight, scales, static_cast<__half*>(out), num_tokens, units, width, lanes, splits);
+}
+
+}  // namespace
+}  // namespace rwkv
