@@ -13,6 +13,7 @@ import torch
 
 from rwkv_batch.kernels import ops as kernel_ops
 from rwkv_batch.kernels.launch import INT, POINTER, Launcher
+from rwkv_batch.kernels.quant import many_tokens
 from sampling.kernel import SampleArgs
 
 NUM_SMS = 132  # of an H200
@@ -75,17 +76,15 @@ class Library:
     def __init__(self, recorder: Recorder, *, hopper: bool):
         self._recorder = recorder
         self._hopper = hopper
-        self.rwkv_gemm_map = Describe(recorder)
+        self.rwkv_gemm_map, self.rwkv_quant_gemm_map = Describe(recorder), Describe(recorder)
         self.rwkv_sample_args_size = Answer(ctypes.sizeof(SampleArgs))
         self.rwkv_sample_method = Answer(0)
 
-    def __getattr__(self, name: str) -> Function:
-        function = Function(name, self._recorder)
+    def __getattr__(self, name: str) -> "Function | Answer":
+        setup = name.endswith("_setup")
+        function = Answer(0 if self._hopper else NOT_SUPPORTED) if setup else Function(name, self._recorder)
         setattr(self, name, function)
         return function
-
-    def rwkv_gemm_setup(self) -> int:
-        return 0 if self._hopper else NOT_SUPPORTED
 
 
 class Answer:
@@ -101,7 +100,7 @@ class Answer:
 
 
 class Describe:
-    """`rwkv_gemm_map`: leaves what it was told where the map should be."""
+    """`rwkv_gemm_map` and the like: leaves what it was told where the map should be."""
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
@@ -133,6 +132,19 @@ class Products:
         pass
 
 
+class ScaledProducts(Products):
+    """In the place of `MatMulFp8`."""
+
+    def __call__(self, x, weight, scales, out) -> None:
+        super().__call__(x.values, weight, out)
+
+    def fits(self, M: int, K: int) -> bool:
+        return M % 16 == 0
+
+    def tune_rows(self, calls) -> None:
+        self.tune([(x.values, weight, out) for x, weight, _, out in calls])
+
+
 class Stream:
     """A CUDA stream by name."""
 
@@ -159,6 +171,7 @@ def make_launcher(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
     monkeypatch.setattr(torch.cuda, "device", lambda device=None: torch.no_grad())
     monkeypatch.setattr(kernel_ops, "MatMul", Products)
+    monkeypatch.setattr(many_tokens, "MatMulFp8", ScaledProducts)
     launcher = Launcher(Library(recorder, hopper=hopper), "cpu")
 
     def time(run, rounds: int = 4) -> float:

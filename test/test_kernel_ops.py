@@ -23,7 +23,7 @@ from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.quant.dequantise import Dequantiser
 from rwkv_batch.kernels.quant.few_tokens import QuantLinear
 from rwkv_batch.kernels.quant.matrix import QuantMatrix
-from rwkv_batch.kernels.variants import CUBLAS, GEMV_RKV, Method
+from rwkv_batch.kernels.variants import CUBLAS, GEMV_RKV, QUANT_METHODS, Method, Variant
 from rwkv_batch.model import quantized
 from rwkv_batch.model.packed_rows import CapturedRows, PackedRows
 from rwkv_batch.model.rwkv7 import Model
@@ -283,6 +283,43 @@ def test_tensors_that_do_not_fit_are_named(monkeypatch):
     ):
         with pytest.raises(ValueError, match=r"values|scales"):
             QuantMatrix.of(wrong)
+
+
+@pytest.mark.parametrize("num_tokens", [40, 128])
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_products_of_8_bit_matrices(monkeypatch, quant, num_tokens):
+    """Every way is a launch of its own kernel, after one that quantises the tokens if it wants that; squares are taken once."""
+    launcher, recorder = make_launcher(monkeypatch, content=False)
+    weights = self_check.random_weights(torch.device("cpu"), quant=quant)
+    ops = KernelOps(weights, launcher, max_tokens=160, max_rows=160)
+    layer, seen = ops.prepared.layers[0], set()
+    x, hidden = torch.zeros(num_tokens, self_check.WIDTH).half(), torch.zeros(num_tokens, self_check.FFN).half()
+    for variant in ops.variants("ffn_key", num_tokens, layer):
+        if variant.method not in QUANT_METHODS:
+            continue
+        seen.add(variant.method)
+        for value in (Variant(Method.CUBLAS), variant):
+            ops.choose("ffn_key", num_tokens, variant)
+            ops.choose("ffn_value", num_tokens, replace(value, config=None))
+            recorder.clear()
+            ops.ffn_key(x, layer, hidden)
+            names = [note[0] for note in recorder.notes]
+            ops.ffn_value(hidden, layer, x)
+            notes, by_library = recorder.take(), variant.method is Method.FP8_CUBLAS
+            late = by_library and value is variant
+            if variant.method is Method.QUANT_GEMM:
+                assert names == [f"rwkv_quant_gemm_{quant}"]
+            else:
+                assert names[:2] == ["rwkv_quantise_rows", "cublas" if by_library else "rwkv_quant_gemm_fp8_fp8"]
+            squared = [note for note in notes if note[0] == "rwkv_relu_square"]
+            squared += [note for note in notes if note[0] == "rwkv_quantise_rows" and note[-2]]
+            squared += [note for note in notes if note[0].startswith("rwkv_quant_gemm") and note[-7]]
+            assert len(squared) == 1, notes
+            assert late == (squared[0][0] == "rwkv_quantise_rows")
+    expected = {Method.QUANT_GEMM}
+    if quant == "fp8" and num_tokens > 64:
+        expected |= {Method.FP8, Method.FP8_CUBLAS}
+    assert seen == expected
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [40, 1, 7]])

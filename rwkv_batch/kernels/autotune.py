@@ -59,6 +59,8 @@ class Autotuner:
             if size <= min(IN_PLACE_ROWS, self._max_rows):
                 known |= {keys[name]: variant for name, variant in self._choose_in_place(size, times).items()}
         ops.matmul.save()
+        if ops.many is not None:
+            ops.many.save()
         remember(file, known)
 
     def _key(self, name: Product, size: int, offer: list[Variant]) -> str:
@@ -106,6 +108,8 @@ class Autotuner:
             y = b.rkv if name == "rkv" else b.hidden if name == "ffn_key" else b.y
             matrices = [getattr(layer, name) for layer in layers]
         ops.matmul.tune([(x, matrix.weight, y) for matrix in matrices], in_out=name == "ffn_value")
+        if ops.many is not None and matrices[0].quant is not None:
+            ops.many.tune(x, [matrix.quant for matrix in matrices], y, matrices[0].weight)
         once = {
             "rkv": lambda layer: ops.attention_inputs(b.mixed, layer),
             "output": lambda layer: ops.product(name, x, layer.output, y),

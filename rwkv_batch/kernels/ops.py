@@ -32,8 +32,21 @@ from rwkv_batch.kernels.linear import (
 from rwkv_batch.kernels.mix import Mix, WkvInputs
 from rwkv_batch.kernels.quant.dequantise import Dequantiser
 from rwkv_batch.kernels.quant.few_tokens import QuantLinear
+from rwkv_batch.kernels.quant.many_tokens import ManyTokens
 from rwkv_batch.kernels.quant.matrix import quant_format
-from rwkv_batch.kernels.variants import CUBLAS, GEMM, GEMV, GEMV_RKV, MASKED, SPARSE, LoraPlacement, Method, Product, Variant
+from rwkv_batch.kernels.variants import (
+    CUBLAS,
+    GEMM,
+    GEMV,
+    GEMV_RKV,
+    MASKED,
+    QUANT_METHODS,
+    SPARSE,
+    LoraPlacement,
+    Method,
+    Product,
+    Variant,
+)
 from rwkv_batch.model.packed_rows import RowLayout, StepRows
 from rwkv_batch.model.weights import ModelShape, Weights
 
@@ -131,6 +144,7 @@ class KernelOps:
         self.gemm = Gemm(launcher, pdl=not self.quant)
         self.dequantise = Dequantiser(launcher)
         self.quant_linear = QuantLinear(launcher, pdl=True)
+        self.many = ManyTokens(launcher, self.quant, weights.shape, max_tokens) if ManyTokens.fits(self.quant) else None
         self.prepared = ModelKernels.of(weights, self.gemm)
         num_outputs = self.prepared.num_outputs
         self.buffers = Buffers(weights.shape, num_outputs, max_tokens=max_tokens, max_rows=max_rows, device=launcher.device)
@@ -242,6 +256,9 @@ class KernelOps:
         main.wait_stream(self._side)
 
     def _rkv(self, mixed: Tensor, matrix: MatrixKernels, variant: Variant) -> None:
+        if variant.method in QUANT_METHODS:
+            self.many(variant, mixed[:3], matrix.quant, self._now.rkv, matrix.weight)
+            return
         self._make_dense(matrix)
         if variant.method is Method.CUBLAS:
             self.matmul(mixed[:3], matrix.weight, self._now.rkv)
@@ -261,19 +278,27 @@ class KernelOps:
         if variant.method is Method.GEMV:
             self._gemv(x, layer.ffn_key, out, relu_square=True)
             return
+        mask = self.buffers.active_mask if self._key_leaves_mask(len(x), layer) else None
+        if variant.method in QUANT_METHODS:
+            matrix, by_library = layer.ffn_key, variant.method is Method.FP8_CUBLAS
+            self.many(variant, x, matrix.quant, out, matrix.weight, relu_square=not by_library, active_mask=mask)
+            if by_library and not self._squares_late(len(x), layer):
+                self.linear.relu_square_(out)
+            return
         self._make_dense(layer.ffn_key)
         if variant.method is Method.CUBLAS:
             self.matmul(x, layer.ffn_key.weight, out)
             self.linear.relu_square_(out)
         else:
-            mask = self.buffers.active_mask if self._key_leaves_mask(len(x), layer) else None
             self.gemm.gemm(x, layer.ffn_key.gemm, out, relu_square=True, config=variant.config, active_mask=mask)
 
     def ffn_value(self, hidden: Tensor, layer: LayerKernels, out: Tensor) -> None:
         """The second, of which most inputs are zero."""
         matrix = layer.ffn_value
         variant = self.variant("ffn_value", len(hidden), matrix)
-        if variant.method is Method.SPARSE:
+        if variant.method in QUANT_METHODS:
+            self.many(variant, hidden, matrix.quant, out, matrix.weight, square_x=self._squares_late(len(hidden), layer))
+        elif variant.method is Method.SPARSE:
             if matrix.quant is None:
                 self.linear.sparse_ffn(hidden, matrix.weight, out)
             else:
@@ -296,6 +321,9 @@ class KernelOps:
         if variant.method is Method.GEMV:
             self._gemv(x, matrix, out)
             return
+        if variant.method in QUANT_METHODS:
+            self.many(variant, x, matrix.quant, out, matrix.weight)
+            return
         self._make_dense(matrix)
         if variant.method is Method.CUBLAS:
             self.matmul(x, matrix.weight, out)
@@ -313,11 +341,18 @@ class KernelOps:
         if matrix.quant is not None:
             self.dequantise(matrix.quant, matrix.weight)
 
+    def _squares_late(self, num_tokens: int, layer: LayerKernels) -> bool:
+        """Return whether "ffn_key" leaves the squared ReLU to what quantises the tokens of "ffn_value"."""
+        quantised = self.variant("ffn_value", num_tokens, layer.ffn_value).method in (Method.FP8, Method.FP8_CUBLAS)
+        return quantised and self.variant("ffn_key", num_tokens, layer.ffn_key).method is Method.FP8_CUBLAS
+
     def _key_leaves_mask(self, num_tokens: int, layer: LayerKernels) -> bool:
         """Return whether "ffn_key" is done so that it tells which units are active, for MASKED "ffn_value"."""
         if self.variant("ffn_value", num_tokens, layer.ffn_value).method is not Method.MASKED:
             return False
         variant, matrix = self.variant("ffn_key", num_tokens, layer.ffn_key), layer.ffn_key.gemm
+        if variant.method in QUANT_METHODS:
+            return self.many.leaves_mask(variant, num_tokens, layer.ffn_key.quant)
         if variant.method is not Method.GEMM:
             return False
         config = variant.config or self.gemm.tile_config(num_tokens, matrix)
@@ -331,9 +366,9 @@ class KernelOps:
         if chosen is not None:
             return chosen
         if matrix.quant is not None:
-            if name == "ffn_value":
-                return SPARSE if num_tokens <= MAX_SPARSE else CUBLAS
-            return CUBLAS if num_tokens > MAX_GEMV else GEMV_RKV if name == "rkv" else GEMV
+            if num_tokens <= (MAX_SPARSE if name == "ffn_value" else MAX_GEMV):
+                return {"ffn_value": SPARSE, "rkv": GEMV_RKV}.get(name, GEMV)
+            return (self.many and self.many.variant(num_tokens, matrix.quant)) or CUBLAS
         if num_tokens <= GEMV_ROWS:
             return SPARSE if name == "ffn_value" else GEMV_RKV if name == "rkv" else GEMV
         if name == "ffn_value" and self.linear.masked_ffn_fits(num_tokens, *matrix.weight.shape):
@@ -366,6 +401,8 @@ class KernelOps:
         dense = [CUBLAS]
         if matrix.gemm is not None:
             dense.append(Variant(Method.GEMM, self.gemm.tile_config(num_tokens, matrix.gemm)))
+        if self.many is not None:
+            dense += self.many.variants(num_tokens, matrix.quant)
         few = num_tokens <= MAX_GEMV
         if name == "rkv":
             placements = (LoraPlacement.BEFORE, LoraPlacement.CONCURRENT)

@@ -19,6 +19,12 @@ class Method(enum.StrEnum):
     GEMV = "gemv"  # dot products, for few tokens
     SPARSE = "sparse"  # each token reads the rows of its own active units; of "ffn_value"
     MASKED = "masked"  # the rows of units that are active in some token are read once; of "ffn_value"
+    QUANT_GEMM = "quant_gemm"  # cuda/quant/quant_gemm.cuh: 8-bit matrices become fp16 in registers
+    FP8 = "fp8"  # the same file: e4m3 matrices and tokens
+    FP8_CUBLAS = "fp8_cublas"  # cuBLASLt, of e4m3 matrices and tokens
+
+
+QUANT_METHODS = (Method.QUANT_GEMM, Method.FP8, Method.FP8_CUBLAS)  # see `quant/many_tokens.py`
 
 
 class LoraPlacement(enum.StrEnum):
@@ -35,7 +41,7 @@ class LoraPlacement(enum.StrEnum):
 class Variant:
     """One way to do a product. Which of them is fastest is found by timing, see `autotune.py`.
 
-    config       of method GEMM; None: what `Gemm.tile_config` chooses
+    config       of methods GEMM, QUANT_GEMM and FP8; None: what `tile_config` of theirs chooses
     lora_config  of placement RESERVED: how the pairs' first halves are cut up
     """
 
