@@ -12,7 +12,7 @@ from rwkv_batch.ipc.messages import Live
 
 LIMITS = ("max_prompts", "max_tokens_limit", "max_body_mib", "max_streams", "queue", "http_workers")
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "alpha_presence", "alpha_frequency", "alpha_decay")
-SHOWN = ("fingerprint", "device", "dtype", "ops", "vocab_size")
+SHOWN = ("fingerprint", "device", "dtype", "quant", "weight_bytes", "ops", "vocab_size")
 
 
 async def index(context: RequestContext) -> Response:

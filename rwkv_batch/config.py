@@ -56,6 +56,10 @@ class Config:
     device: str = setting("auto", "model", "auto, cpu, cuda or cuda:N")
     pp_devices: str | None = setting(None, "model", "devices of a pipeline, 0,1 or [0,1]; only one is supported so far")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting("auto", "model", "type of the weights in memory")
+    quant: Literal["auto", "none", "int8", "fp8", "int4", "nf4", "fp6", "fp5"] = setting(
+        "auto", "model", "how the large matrices are kept, see docs/quantization.md; auto: as the file has them"
+    )
+    quant_head: bool = setting(True, "model", "with --quant: the matrix that makes the logits is quantised too")
     ops: Literal["auto", "kernels", "compile", "reference"] = setting("auto", "model", "which implementation of the operations")
     sampler: Literal["auto", "rapid", "flashinfer", "reference"] = setting(
         "auto", "model", "which sampler; auto: rapid on a GPU; flashinfer: its filters for v2"
@@ -453,7 +457,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line. Flags that are not given are absent from the result, so that they do not hide environment or file."""
     parser = OneLineParser(
         description="HTTP server for batch inference with RWKV-7.",
-        epilog="In front of the flags, `batch IN OUT` answers the lines of a file instead (see batch --help). "
+        epilog="In front of the flags, `batch IN OUT` answers the lines of a file instead, and `quantize IN OUT` writes a "
+        "checkpoint with quantised matrices (see batch --help, quantize --help). "
         f"Each flag can also be set in the environment ({PREFIX}PORT=8000) or in the file of --config (port = 8000); "
         "a flag wins over the environment, the environment over the file.",
         allow_abbrev=False,

@@ -20,7 +20,9 @@ from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.request import Delta, Failure, Finish, Request
 
 OPEN = "Assistant: <think>\n</think>\n"
-INFO = EngineInfo(model="m", fingerprint="f" * 32, dtype="fp16", layers=2, width=64, parameters=7_200_000_000)
+INFO = EngineInfo(
+    model="m", fingerprint="f" * 32, dtype="fp16", layers=2, width=64, parameters=7_200_000_000, weight_bytes=14_400_000_000
+)
 
 
 def body_of(kind: type[OllamaBody], fields: dict) -> GenerationBody:

@@ -14,7 +14,6 @@ VERSION = "0.12.6"  # of the API that is spoken here; clients refuse older ones
 CAPABILITIES = ["completion", "tools", "insert", "thinking"]
 FAMILY = "rwkv7"
 FOREVER = "2318-01-01T00:00:00Z"  # until when the model stays loaded
-BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 def info_of(context: RequestContext) -> EngineInfo:
@@ -37,7 +36,7 @@ def details(context: RequestContext) -> dict[str, Any]:
         "family": FAMILY,
         "families": [FAMILY],
         "parameter_size": short(info.parameters),
-        "quantization_level": info.dtype.upper().replace("FP", "F"),
+        "quantization_level": (info.quant or info.dtype).upper().replace("FP", "F"),
     }
 
 
@@ -47,7 +46,7 @@ def described(context: RequestContext) -> dict[str, Any]:
     return {
         "name": context.model_name,
         "model": context.model_name,
-        "size": info.parameters * BYTES.get(info.dtype, 2),
+        "size": info.weight_bytes,
         "digest": info.fingerprint,
         "details": details(context),
     }

@@ -38,12 +38,14 @@ from rwkv_batch.kernels.autotune import IN_PLACE_ROWS, Autotuner
 from rwkv_batch.kernels.compiler import KernelError
 from rwkv_batch.kernels.launch import Launcher
 from rwkv_batch.kernels.ops import KernelOps
-from rwkv_batch.kernels.quant.matrix import quant_format
+from rwkv_batch.kernels.quant.matrix import quant_format, supported_formats
 from rwkv_batch.kernels.state_fill import StateFill
 from rwkv_batch.model import checkpoint, reference_ops
 from rwkv_batch.model import weights as weights_module
 from rwkv_batch.model.architectures import model_class
 from rwkv_batch.model.packed_rows import CapturedRows
+from rwkv_batch.model.quantized import PLAIN, Quantisation
+from rwkv_batch.model.quantized_file import Stored, described, stored_as
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weights import DTYPES, ModelShape
 from rwkv_batch.request import Failure, Progress
@@ -73,19 +75,27 @@ def build_engine_loop(config: Config, deliver: Callable[[dict[bytes, list[Progre
     device = choose_device(config.device)
     library = find_kernels(config, device)
     dtype = choose_dtype(config, device)
-    tensors, name = read_model(config)
-    shape = weights_module.check_tensors(tensors, name)
+    tensors, name, stored = read_model(config)
+    quant = choose_quant(config, name, stored)
+    check_quant(quant, device)
+    shape = weights_module.check_tensors(tensors, name, stored, quant)
     if device.type == "cpu":
         tune_cpu(config.threads or (1 if shape.count_bytes(dtype) < ONE_THREAD_BYTES else usable_cpus()))
     tokenizer = for_vocab(shape.vocab_size)
     on_cpu = device.type == "cpu"
     budget = config.prefill_budget or (CPU_PREFILL if on_cpu else GPU_PREFILL)
     wkv_dtype = choose_wkv_dtype(config, library)
-    memory = plan_memory(config, shape, device, dtype, wkv_dtype, budget if library is not None else None)
+    memory = plan_memory(config, shape, device, dtype, wkv_dtype, budget if library is not None else None, quant)
     num_slots = memory.slots(config.slots, CPU_SLOTS if on_cpu else GPU_SLOTS, name)
     num_spare = memory.spare_slots(num_slots, config.spare_slots)
     weights = weights_module.from_tensors(
-        tensors, name=name, dtype=dtype, device=device, valid_ids=lambda vocab_size: valid_ids(tokenizer)
+        tensors,
+        name=name,
+        dtype=dtype,
+        device=device,
+        valid_ids=lambda vocab_size: valid_ids(tokenizer),
+        quant=quant,
+        stored=stored,
     )
     for line in weights_module.iter_summary(weights):
         log.info("%s", line)
@@ -116,6 +126,8 @@ def build_engine_loop(config: Config, deliver: Callable[[dict[bytes, list[Progre
         fingerprint=weights.fingerprint,
         device=str(device) if on_cpu else f"{device} {torch.cuda.get_device_name(device)}",
         dtype=next(name for name, known in DTYPES.items() if known == dtype),
+        quant=quant.format,
+        weight_bytes=weights.num_bytes,
         ops=engine.model.ops_name,
         slots=num_slots,
         prefill_budget=budget,
@@ -181,11 +193,17 @@ def build_prefixes(config: Config) -> PrefixCache | None:
 
 
 def plan_memory(
-    config: Config, shape: ModelShape, device: torch.device, dtype: torch.dtype, wkv_dtype: torch.dtype, budget: int | None
+    config: Config,
+    shape: ModelShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    wkv_dtype: torch.dtype,
+    budget: int | None,
+    quant: Quantisation = PLAIN,
 ) -> MemoryPlan:
     """Return what is needed on the device. `budget`: tokens of a step that kernels run; None = reference ops."""
     if budget is None:
-        return MemoryPlan(device, shape, dtype, wkv_dtype)
+        return MemoryPlan(device, shape, dtype, wkv_dtype, quant=quant)
     if config.l1_sessions is None and config.l1_mib is None:
         limits = LEAST_SESSIONS, LEAST_BYTES
     else:
@@ -194,8 +212,8 @@ def plan_memory(
             UNLIMITED if config.l1_mib is None else config.l1_mib * MIB,
         )
     kept = kept_bytes(shape, wkv_dtype, *limits) + config.prefix_cache_mib * MIB
-    buffers = kernel_bytes(shape, budget) + kept
-    return MemoryPlan(device, shape, dtype, wkv_dtype, buffers, sampling_bytes(shape, config.max_logit_bias))
+    buffers = kernel_bytes(shape, budget, quant) + kept
+    return MemoryPlan(device, shape, dtype, wkv_dtype, buffers, sampling_bytes(shape, config.max_logit_bias), quant)
 
 
 def find_kernels(config: Config, device: torch.device) -> ctypes.CDLL | None:
@@ -224,6 +242,27 @@ def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     return torch.float32 if device.type == "cpu" else torch.float16
+
+
+def choose_quant(config: Config, name: str, stored: Stored | None) -> Quantisation:
+    """Return how the matrices are kept; UsageError where the file has them otherwise."""
+    if stored is None:
+        return PLAIN if config.quant in ("auto", "none") else Quantisation(config.quant, config.quant_head)
+    if config.quant not in ("auto", stored.quant.format):
+        raise UsageError(f"--quant {config.quant}: {name} is quantised as {described(stored.quant)} already", param="quant")
+    if stored.quant.head and not config.quant_head:
+        raise UsageError(f"--no-quant-head: the head of {name} is quantised already", param="quant_head")
+    return stored.quant
+
+
+def check_quant(quant: Quantisation, device: torch.device) -> None:
+    """Raise UsageError, naming the card and the formats that it runs, where it cannot run this one."""
+    if not quant.format or device.type != "cuda":
+        return
+    runs = supported_formats(torch.cuda.get_device_capability(device))
+    if quant.format not in runs:
+        card = torch.cuda.get_device_name(device)
+        raise UsageError(f"--quant {quant.format}: {card} cannot run it; it can run {', '.join(runs) or 'none'}", param="quant")
 
 
 def choose_wkv_dtype(config: Config, library: ctypes.CDLL | None) -> torch.dtype:
@@ -336,10 +375,10 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def read_model(config: Config) -> tuple[dict[str, torch.Tensor], str]:
-    """Return the checkpoint's tensors and its name."""
+def read_model(config: Config) -> tuple[dict[str, torch.Tensor], str, Stored | None]:
+    """Return the checkpoint's tensors, its name, and how it is quantised."""
     file = find_model(config)
-    return checkpoint.read_file(file), str(file)
+    return checkpoint.read_file(file), str(file), stored_as(file)
 
 
 def valid_ids(tokenizer: Tokenizer) -> list[int]:

@@ -15,6 +15,8 @@ from rwkv_batch.config import MAX_SLOTS
 from rwkv_batch.errors import CheckpointError
 from rwkv_batch.kernels.linear import Lora
 from rwkv_batch.kernels.ops import Buffers
+from rwkv_batch.kernels.quant.matrix import Scratch
+from rwkv_batch.model.quantized import PLAIN, Quantisation
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weights import ModelShape
 from rwkv_batch.scheduling.plan import SCORED_TOKENS
@@ -41,6 +43,7 @@ class MemoryPlan:
     wkv_dtype  of the recurrent state
     buffers    bytes needed however many slots there are: kernels, sessions, prefixes
     sampling   bytes of a slot beside its state
+    quant      how the large matrices are kept
 
     Every slot may be a turn of a session: its checkpoints are counted, though a server without sessions does without them.
     """
@@ -51,11 +54,12 @@ class MemoryPlan:
     wkv_dtype: torch.dtype = torch.float32
     buffers: int = 0
     sampling: int = 0
+    quant: Quantisation = PLAIN
 
     @property
     def weights(self) -> int:
         """Bytes of the model."""
-        return self.shape.count_bytes(self.dtype)
+        return self.shape.count_bytes(self.dtype, self.quant)
 
     @property
     def state(self) -> int:
@@ -116,9 +120,11 @@ def l2_bytes(device: torch.device) -> int:
     return min(free // L2_SHARE, L2_BYTES) if device.type == "cuda" else min(free // CPU_SHARE, CPU_BYTES)
 
 
-def kernel_bytes(shape: ModelShape, max_tokens: int) -> int:
+def kernel_bytes(shape: ModelShape, max_tokens: int, quant: Quantisation = PLAIN) -> int:
     """Bytes of the kernels' buffers for steps of `max_tokens`, and of their copies of the low-rank pairs."""
     buffers = Buffers.num_bytes(shape, max_tokens=max_tokens, max_rows=SCORED_TOKENS)
+    if quant.format:
+        buffers += Scratch.num_bytes(shape, quant_head=quant.head)
     return buffers + shape.num_layers * Lora.num_bytes(shape) + OVERHEAD
 
 

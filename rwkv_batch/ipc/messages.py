@@ -19,6 +19,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint     identifies the weights; empty when there are none
     device          as torch names it, "cpu" or "cuda:0 NVIDIA H200"
     dtype, ops      what was chosen, "fp16", "kernels"
+    quant           format of the large matrices, "int8"; empty = dtype
+    weight_bytes    memory that the weights take
     slots           sequences decoded at the same time
     prefill_budget  prompt tokens of one step
     vocab_size      columns of the logits
@@ -32,6 +34,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""
     device: str = "cpu"
     dtype: str = "fp32"
+    quant: str = ""
+    weight_bytes: int = 0
     ops: str = "reference"
     slots: int = 0
     prefill_budget: int = 0

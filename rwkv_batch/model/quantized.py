@@ -32,6 +32,7 @@ so that shifts and masks make two fp16 numbers of a pair: sign, exponent and man
 (fp5) times too small.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -82,6 +83,34 @@ FORMATS = {
     "fp5": Format(5, 7.0),
 }
 VALUE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # others: uint8
+VERSION = 1  # of what is above; another makes other matrices of the same model
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """How a model's large matrices are kept.
+
+    format  one of FORMATS, "" = as they are
+    head    whether the head is kept so too
+    """
+
+    format: str = ""
+    head: bool = True
+
+    @property
+    def of_head(self) -> str:
+        """The format of the head."""
+        return self.format if self.head else ""
+
+    def fingerprint(self, source: str) -> str:
+        """Return what tells a model kept like this from others; `source`: the fingerprint of the model as published."""
+        if not self.format:
+            return source
+        head = "" if self.head else " without head"
+        return hashlib.sha256(f"{source} {self.format}{head} {VERSION}".encode()).hexdigest()[:32]
+
+
+PLAIN = Quantisation()
 
 
 def value_dtype(name: str) -> torch.dtype:

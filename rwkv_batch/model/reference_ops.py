@@ -1,14 +1,17 @@
 """Every op of the forward pass in plain torch: the CPU path, and the judge of every kernel.
 
 Ops take packed rows: N tokens of B rows one after another, described by `PackedRows`. Arithmetic is fp32 whatever the weights'
-dtype. `kernels/ops.py` offers the same names and signatures. RWKV-7 is described in Peng et al., "RWKV-7 Goose" (2025).
+dtype; only what multiplies an int8 matrix on a CPU is bf16 where tokens are few. `kernels/ops.py` offers the same names and
+signatures. RWKV-7 is described in Peng et al., "RWKV-7 Goose" (2025).
 """
 
+from collections.abc import Iterator
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 
+from rwkv_batch.model import quantized
 from rwkv_batch.model.packed_rows import CHUNK, PackedRows
 from rwkv_batch.model.weight import Weight
 from rwkv_batch.model.weights import HEAD_SIZE, Layer, Weights
@@ -19,6 +22,9 @@ LARGEST_HALF = 65504.0
 BAGS = 4  # parts that the sparse half of the channel mix is summed in
 TRANSPOSED_ROWS = (3, 16)  # the least and most rows that `linear` multiplies transposed on a CPU
 TRANSPOSED_HEIGHT = 16384  # the least height of the matrix there
+INT8_ROWS = 16  # the most that torch multiplies by bytes faster than by floats, on a CPU
+DECODED = {"cpu": 2**18, "cuda": 2**24}  # numbers of a quantised matrix that are decoded at a time
+LARGEST_FP8 = 448.0
 
 
 def prepare(weights: Weights) -> Weights:
@@ -58,12 +64,59 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tor
 
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """[N, in] times weight [out, in] -> [N, out] fp32."""
+    if weight.format:
+        return _quantised_linear(x, weight)
     matrix = weight.dense()
     if matrix.dtype != torch.float32:
         return F.linear(x.to(matrix.dtype), matrix).float()
     if TRANSPOSED_ROWS[0] <= x.shape[0] <= TRANSPOSED_ROWS[1] and matrix.shape[0] >= TRANSPOSED_HEIGHT and not x.is_cuda:
         return torch.mm(matrix, x.t()).t()  # for these shapes MKL reads the matrix twice or thrice the other way round
     return F.linear(x, matrix)
+
+
+def _quantised_linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """[N, in] times a quantised weight [out, in] -> [N, out] fp32."""
+    x = quantized.ordered(fp8_rounded(x) if weight.rounds_inputs else x, weight.format)
+    grouped = quantized.FORMATS[weight.format].grouped
+    if weight.format == "int8" and x.shape[0] <= INT8_ROWS and not x.is_cuda:
+        ones = torch.ones(weight.shape[0], dtype=torch.bfloat16)
+        return torch._weight_int8pack_mm(x.bfloat16(), weight.values, ones).float().mul_(weight.scales.t())
+    y = torch.empty(x.shape[0], weight.shape[0], device=x.device)
+    for at, numbers in _decoded(weight):
+        y[:, at] = F.linear(x, numbers)
+    return y if grouped else y.mul_(weight.scales.t())
+
+
+def _quantised_project(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """[N, in] times a quantised weight [in, out], transposed -> [N, out] fp32; of one token, inputs of zero are left out."""
+    x = fp8_rounded(x) if weight.rounds_inputs else x
+    grouped = quantized.FORMATS[weight.format].grouped
+    if x.shape[0] == 1:
+        on = x.view(-1).nonzero().view(-1)
+        x, weight = x[:, on], weight.rows(on)
+    y = torch.zeros(x.shape[0], weight.shape[1], device=x.device)
+    for at, numbers in _decoded(weight):
+        y.addmm_(x[:, at], numbers)
+    return y if grouped else y.mul_(weight.scales)
+
+
+def _decoded(weight: Weight) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield rows of a quantised weight, in the order in which they are stored, scaled where each group has a scale."""
+    rows, columns = weight.shape
+    step = max(1, DECODED[weight.values.device.type] // columns)
+    for start in range(0, rows, step):
+        at = slice(start, min(rows, start + step))
+        numbers = quantized.decode(weight.values[at], weight.format)
+        if quantized.FORMATS[weight.format].grouped:
+            groups = numbers.view(len(numbers), -1, quantized.BLOCK)
+            numbers = (groups * weight.scales[at].float().unsqueeze(2)).view(len(numbers), columns)
+        yield at, numbers
+
+
+def fp8_rounded(x: torch.Tensor) -> torch.Tensor:
+    """Return the inputs [N, in] as products with e4m3 on both sides see them: a scale for each token."""
+    scales = (x.abs().amax(1, keepdim=True) / LARGEST_FP8).clamp_min_(quantized.SMALLEST_SCALE)
+    return (x / scales).to(torch.float8_e4m3fn).float() * scales
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -125,7 +178,10 @@ def time_mix(
 
 def channel_mix(mixed: torch.Tensor, layer: Layer) -> torch.Tensor:
     """The feed-forward half: mixed [1, N, C] -> [N, C], with squared ReLU between the two matrices."""
-    hidden, value = linear(mixed[0], layer.ffn_key).relu_().square_(), layer.ffn_value.dense()
+    hidden = linear(mixed[0], layer.ffn_key).relu_().square_()
+    if layer.ffn_value.format:
+        return _quantised_project(hidden.clamp_(max=LARGEST_HALF), layer.ffn_value)
+    value = layer.ffn_value.dense()
     if value.dtype == torch.float16:
         hidden.clamp_(max=LARGEST_HALF)  # as the kernels do
     if hidden.shape[0] == 1 and hidden.dtype == value.dtype and not hidden.is_cuda:

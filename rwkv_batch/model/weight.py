@@ -13,16 +13,18 @@ from rwkv_batch.model import quantized
 class Weight:
     """The matrix is `values`, or what they and `scales` mean in their format, see `quantized.py`.
 
-    values      [.., rows, columns]; of a quantised matrix as the format has them
-    scales      None = not quantised
-    format      one of `quantized.FORMATS`, "" = not quantised
-    transposed  the matrix is [in, out] and, if quantised, stored in its natural order
+    values         [.., rows, columns]; of a quantised matrix as the format has them
+    scales         None = not quantised
+    format         one of `quantized.FORMATS`, "" = not quantised
+    transposed     the matrix is [in, out] and, if quantised, stored in its natural order
+    rounds_inputs  the plain ops round what it is multiplied by to e4m3 too, to show what that costs
     """
 
     values: Tensor
     scales: Tensor | None = None
     format: str = ""
     transposed: bool = False
+    rounds_inputs: bool = False
 
     @classmethod
     def quantised(cls, matrix: Tensor, name: str, *, transposed: bool = False) -> "Weight":
@@ -60,6 +62,16 @@ class Weight:
     def part(self, index: int) -> "Weight":
         """Return one of several stacked matrices."""
         return replace(self, values=self.values[index], scales=None if self.scales is None else self.scales[index])
+
+    def room_for(self, count: int) -> "Weight":
+        """Return room for so many matrices like this one, stacked."""
+        values, scales = (None if t is None else t.new_empty(count, *t.shape) for t in (self.values, self.scales))
+        return replace(self, values=values, scales=scales)
+
+    def put(self, index: int, part: "Weight") -> None:
+        """Write one of several stacked matrices."""
+        for whole, one in zip(self.tensors(), part.tensors(), strict=True):
+            whole[index].copy_(one)
 
     def rows(self, index: slice | Tensor) -> "Weight":
         """Return some rows [m, columns] of one matrix; of a slice, without a copy."""

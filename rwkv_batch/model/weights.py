@@ -5,7 +5,6 @@ of slots, requests or sampling.
 """
 
 import hashlib
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -16,12 +15,15 @@ import torch
 from tqdm import tqdm
 
 from rwkv_batch.errors import CheckpointError
+from rwkv_batch.model import quantized, quantized_file
 from rwkv_batch.model.architectures import architecture_of
 from rwkv_batch.model.checkpoint import find_checkpoint, one_line, read_file
+from rwkv_batch.model.quantized import PLAIN, Quantisation
+from rwkv_batch.model.quantized_file import SCALES, Stored
+from rwkv_batch.model.tensor_reader import SPLIT, TensorReader
 from rwkv_batch.model.weight import Weight
 
 HEAD_SIZE = 64
-SPLIT = 512  # rows of a table that are worked on at a time: what they need beside is not worth the memory of a whole table
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FILE_DTYPES = tuple(DTYPES.values())
 MIXES = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")  # the order of `Layer.att_mix`
@@ -67,10 +69,26 @@ class ModelShape:
             shapes |= {p + "ffn.x_k": (c,), p + "ffn.key.weight": (f, c), p + "ffn.value.weight": (c, f)}
         return shapes
 
-    def count_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of all tensors in `dtype`."""
-        numels = (torch.Size(s).numel() for s in self.tensors(v_first_residual=False).values())
-        return sum(numels) * dtype.itemsize
+    def matrices(self, quant: Quantisation) -> dict[str, bool]:
+        """Return the names of what is quantised, and whether it is stored transposed."""
+        if not quant.format:
+            return {}
+        names = [f"att.{name}.weight" for name in ("receptance", "key", "value", "output")] + ["ffn.key.weight"]
+        found = {"head.weight": False} if quant.head else {}
+        for i in range(self.num_layers):
+            found |= {f"blocks.{i}.{name}": False for name in names} | {f"blocks.{i}.ffn.value.weight": True}
+        return found
+
+    def count_bytes(self, dtype: torch.dtype, quant: Quantisation = PLAIN) -> int:
+        """Bytes of all tensors, in `dtype` where they are not quantised."""
+        matrices, total = self.matrices(quant), 0
+        for name, dims in self.tensors(v_first_residual=False).items():
+            if name in matrices:
+                transposed = matrices[name]
+                total += quantized.num_bytes(quant.format, dims[::-1] if transposed else dims, transposed=transposed)
+            else:
+                total += torch.Size(dims).numel() * dtype.itemsize
+        return total
 
 
 @dataclass
@@ -139,7 +157,8 @@ class Weights:
     head         [U, C]: the rows of the output ids only
     output_ids   [U] int64, ascending: column j of the logits is token output_ids[j]
     architecture  as `architectures.py` calls it
-    fingerprint  32 hex digits that tell models apart: of shapes, dtypes and sampled content, the same for both file formats
+    fingerprint  32 hex digits that tell models apart: of shapes, dtypes, sampled content and of how the matrices are quantised,
+                 the same for all file formats
     """
 
     shape: ModelShape
@@ -152,6 +171,7 @@ class Weights:
     head: Weight
     output_ids: torch.Tensor
     architecture: str = "RWKV-7"
+    quant: Quantisation = PLAIN
 
     @property
     def device(self) -> torch.device:
@@ -172,15 +192,27 @@ def load(
     device: str | torch.device = "cpu",
     valid_ids: Callable[[int], Iterable[int]] | None = None,
     progress: bool | None = None,
+    quant: Quantisation = PLAIN,
 ) -> Weights:
     """Load a checkpoint; CheckpointError, one line, when the file is unusable.
 
     valid_ids  vocabulary size -> ids its tokenizer has; others get no logits. None = all
     progress   draw a bar on stderr; None = only on a terminal
+    quant      how to keep the large matrices; PLAIN = as the file has them
     """
     file = find_checkpoint(path)
-    tensors = read_file(file)
-    return from_tensors(tensors, name=str(file), dtype=dtype, device=device, valid_ids=valid_ids, progress=progress)
+    stored = quantized_file.stored_as(file)
+    quantized_file.check_wanted(str(file), quant, stored)
+    return from_tensors(
+        read_file(file),
+        name=str(file),
+        dtype=dtype,
+        device=device,
+        valid_ids=valid_ids,
+        progress=progress,
+        quant=quant,
+        stored=stored,
+    )
 
 
 def from_tensors(
@@ -191,87 +223,93 @@ def from_tensors(
     device: str | torch.device = "cpu",
     valid_ids: Callable[[int], Iterable[int]] | None = None,
     progress: bool | None = None,
+    quant: Quantisation = PLAIN,
+    stored: Stored | None = None,
 ) -> Weights:
-    """Check published tensors and bring them into compute layout, one at a time; empties `tensors` on the way."""
-    shape = check_tensors(tensors, name)
+    """Check published tensors and bring them into compute layout, one at a time; empties `tensors` on the way.
+
+    quant   how to keep the large matrices
+    stored  what says that they are quantised already, and how: then `quant` does not count
+    """
+    shape = check_tensors(tensors, name, stored, quant)
+    quant = stored.quant if stored else quant
     architecture = architecture_of(tensors, name)
-    fingerprint = fingerprint_of(tensors)
+    fingerprint = quant.fingerprint(stored.source if stored else fingerprint_of(tensors))
     device = torch.device(device)
     bar = tqdm(total=len(tensors), desc=f"loading {Path(name).name}", unit="tensor", leave=False, disable=_hide(progress))
-
-    def take(key: str, as_dtype: torch.dtype = dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-        tensor = tensors.pop(key).to(device)  # checked and converted there: a GPU does both a hundred times faster
-        low, high = torch.stack(torch.aminmax(tensor)).tolist()
-        if not (math.isfinite(low) and math.isfinite(high)):  # aminmax hands NaN on, so this sees every element
-            raise CheckpointError(f"{name}: tensor {key} holds values that are not finite")
-        if as_dtype == torch.float16 and max(-low, high) > torch.finfo(torch.float16).max:
-            raise CheckpointError(f"{name}: tensor {key} does not fit into fp16")
-        bar.update()
-        return tensor.to(dtype=as_dtype, copy=True).contiguous() if out is None else out.copy_(tensor)
-
-    def vector(key: str) -> torch.Tensor:
-        return take(key, torch.float32).flatten()
-
     with bar:
+        reader = TensorReader(tensors, name, dtype, device, bar)
         # The large tables first: beside what is kept there is one tensor of the file, and that had better be small at the end.
-        ln0 = (vector("blocks.0.ln0.weight"), vector("blocks.0.ln0.bias"))
-        embedding = take("emb.weight")
+        ln0 = (reader.vector("blocks.0.ln0.weight"), reader.vector("blocks.0.ln0.bias"))
+        embedding = reader.take("emb.weight")
         for chunk in embedding.split(SPLIT):  # in place, so that no second table is needed
             chunk.copy_(torch.nn.functional.layer_norm(chunk.float(), (shape.width,), *ln0, 1e-5))
-        output_ids = _output_ids(tensors["head.weight"], valid_ids, name, device)
-        head = Weight(_keep_rows(take("head.weight"), output_ids))
-        layers = [_take_layer(i, take, vector, tensors, dtype) for i in range(shape.num_layers)]
+        head = reader.weight(("head.weight",), quant.of_head)
+        output_ids = _output_ids(head, valid_ids, name)
+        head = _keep_rows(head, output_ids)
+        layers = [_take_layer(i, reader, quant.format) for i in range(shape.num_layers)]
         return Weights(
             shape=shape,
             dtype=dtype,
             fingerprint=fingerprint,
             embedding=embedding,
             layers=layers,
-            ln_out_weight=vector("ln_out.weight"),
-            ln_out_bias=vector("ln_out.bias"),
+            ln_out_weight=reader.vector("ln_out.weight"),
+            ln_out_bias=reader.vector("ln_out.bias"),
             head=head,
             output_ids=output_ids,
             architecture=architecture,
+            quant=quant,
         )
 
 
-def _take_layer(i: int, take, vector, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Layer:
+def _take_layer(i: int, reader: TensorReader, name: str) -> Layer:
     p, att, ffn = f"blocks.{i}.", f"blocks.{i}.att.", f"blocks.{i}.ffn."
+    take, vector = reader.take, reader.vector
     if i == 0:
-        for unused in ("v0", "v1", "v2"):
-            tensors.pop(att + unused, None)
+        reader.drop(att + unused for unused in ("v0", "v1", "v2"))
     residual = dict.fromkeys(("v0", "v1", "v2"))
     if i > 0:
         residual = {"v0": vector(att + "v0"), "v1": take(att + "v1"), "v2": take(att + "v2")}
-    lora = {f"{n}{side}": take(att + f"{n}{side}") for n in "wag" for side in (1, 2)}
     vectors = {n: vector(att + n) for n in ("w0", "a0", "k_k", "k_a")}
-    output = take(att + "output.weight")
-    rkv = torch.empty(3, *output.shape, dtype=output.dtype, device=output.device)
-    for n, matrix in zip(("receptance", "key", "value"), rkv, strict=True):
-        take(att + f"{n}.weight", out=matrix)
     return Layer(
         **{f"ln{n}_{kind}": vector(p + f"ln{n}.{kind}") for n in (1, 2) for kind in ("weight", "bias")},
         att_mix=torch.stack([vector(att + n) for n in MIXES])[:, None],
-        **lora,
+        **{f"{n}{side}": take(att + f"{n}{side}") for n in "wag" for side in (1, 2)},
         **residual,
         **vectors,
         one_minus_k_a=1 - vectors["k_a"],
-        rkv=Weight(rkv),
-        output=Weight(output),
+        rkv=reader.weight([att + f"{n}.weight" for n in ("receptance", "key", "value")], name),
+        output=reader.weight([att + "output.weight"], name),
         r_k=take(att + "r_k", torch.float32),
         ln_x_weight=vector(att + "ln_x.weight"),
         ln_x_bias=vector(att + "ln_x.bias"),
         ffn_mix=vector(ffn + "x_k")[None, None],
-        ffn_key=Weight(take(ffn + "key.weight")),
-        ffn_value=Weight(take(ffn + "value.weight").t().contiguous()),
+        ffn_key=reader.weight([ffn + "key.weight"], name),
+        ffn_value=reader.weight([ffn + "value.weight"], name, transposed=True),
     )
 
 
-def check_tensors(tensors: dict[str, torch.Tensor], name: str) -> ModelShape:
-    """Return the shape the tensors have, once every name, shape and dtype agrees with it; CheckpointError otherwise."""
+def check_tensors(
+    tensors: dict[str, torch.Tensor], name: str, stored: Stored | None = None, quant: Quantisation = PLAIN
+) -> ModelShape:
+    """Return the shape the tensors have, once every name, shape and dtype agrees with it; CheckpointError otherwise.
+
+    stored, quant  as in `from_tensors`
+    """
     architecture_of(tensors, name)
     shape = _shape_of(tensors, name)
+    if (stored or quant.format) and shape.ffn_width % quantized.BLOCK:
+        raise CheckpointError(
+            f"{name}: cannot be quantised: its feed-forward width {shape.ffn_width} is not a multiple of {quantized.BLOCK}"
+        )
     expected = shape.tensors(v_first_residual="blocks.0.att.v0" in tensors)
+    types = dict.fromkeys(expected, FILE_DTYPES)
+    for key, transposed in shape.matrices(stored.quant if stored else PLAIN).items():
+        form, dims = stored.quant.format, expected[key][::-1] if transposed else expected[key]
+        expected[key] = (*dims[:-1], quantized.stored_columns(form, dims[-1]))
+        expected[key + SCALES] = quantized.scales_shape(form, dims, transposed=transposed)
+        types |= {key: (quantized.value_dtype(form),), key + SCALES: (quantized.FORMATS[form].scale_dtype,)}
     missing = sorted(expected.keys() - tensors.keys())
     foreign = [one_line(key) for key in sorted(tensors.keys() - expected.keys())]
     wrong = [
@@ -279,7 +317,7 @@ def check_tensors(tensors: dict[str, torch.Tensor], name: str) -> ModelShape:
         for key, dims in expected.items()
         if key in tensors and not _fits(tensors[key].shape, dims)
     ]
-    dtypes = [f"{key} {tensors[key].dtype}" for key in expected if key in tensors and tensors[key].dtype not in FILE_DTYPES]
+    dtypes = [f"{key} {tensors[key].dtype}" for key in expected if key in tensors and tensors[key].dtype not in types[key]]
     empty = [key for key in expected if key in tensors and (tensors[key].is_meta or not tensors[key].numel())]
     problems = {"misses": missing, "has unknown tensors": foreign, "wrong shape": wrong, "dtype": dtypes, "no values": empty}
     for problem, found in problems.items():
@@ -334,14 +372,14 @@ def fingerprint_of(tensors: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _output_ids(
-    head: torch.Tensor, valid_ids: Callable[[int], Iterable[int]] | None, name: str, device: torch.device
-) -> torch.Tensor:
+def _output_ids(head: Weight, valid_ids: Callable[[int], Iterable[int]] | None, name: str) -> torch.Tensor:
     """Return the ids worth a logit, ascending: the tokenizer has them and their head row is not all zero."""
-    used = torch.cat([chunk.to(device).abs().amax(1) > 0 for chunk in head.split(SPLIT)])
+    rows, device = head.shape[0], head.values.device
+    parts = (head.rows(slice(start, start + SPLIT)).dense() for start in range(0, rows, SPLIT))
+    used = torch.cat([part.abs().amax(1) > 0 for part in parts])
     if valid_ids is not None:
-        valid = torch.zeros(head.shape[0], dtype=torch.bool, device=device)
-        valid[torch.tensor(list(valid_ids(head.shape[0])), dtype=torch.int64, device=device)] = True
+        valid = torch.zeros(rows, dtype=torch.bool, device=device)
+        valid[torch.tensor(list(valid_ids(rows)), dtype=torch.int64, device=device)] = True
         used &= valid
     ids = used.nonzero().flatten()
     if ids.numel() == 0:
@@ -349,10 +387,10 @@ def _output_ids(
     return ids
 
 
-def _keep_rows(head: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _keep_rows(head: Weight, ids: torch.Tensor) -> Weight:
     """Return the head's rows `ids`, as a view when they follow one another."""
     first, last = int(ids[0]), int(ids[-1])
-    return head[first : last + 1] if last - first + 1 == ids.numel() else head[ids]
+    return head.rows(slice(first, last + 1) if last - first + 1 == ids.numel() else ids)
 
 
 def iter_summary(weights: Weights) -> Iterator[str]:
@@ -360,7 +398,9 @@ def iter_summary(weights: Weights) -> Iterator[str]:
     s = weights.shape
     outputs = f"{weights.head.shape[0]:,} of {s.vocab_size:,} ids have logits"
     yield f"{weights.architecture}, {s.num_layers} layers of width {s.width}, {outputs}"
-    yield f"{weights.num_bytes / 2**20:,.0f} MiB in {weights.dtype} on {weights.device}, fingerprint {weights.fingerprint}"
+    kept = f"{quantized_file.described(weights.quant)} and " if weights.quant.format else ""
+    size = f"{weights.num_bytes / 2**20:,.0f} MiB in {kept}{weights.dtype} on {weights.device}"
+    yield f"{size}, fingerprint {weights.fingerprint}"
 
 
 def _fits(found: Iterable[int], dims: tuple[int, ...]) -> bool:

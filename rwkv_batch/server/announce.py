@@ -26,7 +26,7 @@ def announce(config: Config, info: EngineInfo) -> None:
     say(f"  model    {config.served_model_name or info.model}{size}")
     if config.is_demo and config.fake_engine is None:
         say("           a built-in toy that knows its toy world only; for real RWKV-7 weights: --model-path FILE (README)")
-    say(f"  device   {info.device}, {info.dtype}, operations: {info.ops}")
+    say(f"  device   {info.device}, {f'{info.quant} and ' if info.quant else ''}{info.dtype}, operations: {info.ops}")
     say(f"  batch    {info.slots} sequences at a time, {info.prefill_budget} prompt tokens a step")
     if config.fake_engine is None:
         l1, l2 = ("what fits" if number is None else number for number in (config.l1_sessions, config.l2_sessions))

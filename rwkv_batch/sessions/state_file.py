@@ -190,7 +190,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def other_model(theirs: str, ours: str) -> Unprocessable:
     """The error for a state of another model."""
-    return _unusable(f"it is of another model, {theirs[:32]!r}; this one is {ours}")
+    return _unusable(f"it is of another model, {theirs[:32]!r}, or of the same under another --quant; this one is {ours}")
 
 
 def _unusable(why: str) -> Unprocessable:

@@ -13,6 +13,13 @@ from rwkv_batch.model.weights import Layer, ModelShape, Weights
 
 HALF = torch.float16
 CODES = {name: code for code, name in enumerate(("int8", "fp8", "int4", "nf4", "fp6", "fp5"))}  # cuda/linear/quant.cuh
+LEAST_CAPABILITY = {"fp8": (8, 9)}  # of cards that multiply in a format; others: LEAST
+LEAST = (8, 0)
+
+
+def supported_formats(capability: tuple[int, int]) -> tuple[str, ...]:
+    """Return the formats that NVIDIA cards of a compute capability, such as (9, 0), can run."""
+    return tuple(name for name in CODES if capability >= LEAST_CAPABILITY.get(name, LEAST))
 
 
 @dataclass(frozen=True, eq=False)
