@@ -257,8 +257,7 @@ class KernelOps:
 
     def _rkv(self, mixed: Tensor, matrix: MatrixKernels, variant: Variant) -> None:
         if variant.method in QUANT_METHODS:
-            self.many(variant, mixed[:3], matrix.quant, self._now.rkv, matrix.weight)
-            return
+            return self.many(variant, mixed[:3], matrix.quant, self._now.rkv, matrix.weight)
         self._make_dense(matrix)
         if variant.method is Method.CUBLAS:
             self.matmul(mixed[:3], matrix.weight, self._now.rkv)
@@ -280,9 +279,8 @@ class KernelOps:
             return
         mask = self.buffers.active_mask if self._key_leaves_mask(len(x), layer) else None
         if variant.method in QUANT_METHODS:
-            matrix, by_library = layer.ffn_key, variant.method is Method.FP8_CUBLAS
-            self.many(variant, x, matrix.quant, out, matrix.weight, relu_square=not by_library, active_mask=mask)
-            if by_library and not self._squares_late(len(x), layer):
+            self.many(variant, x, layer.ffn_key.quant, out, layer.ffn_key.weight, relu_square=True, active_mask=mask)
+            if variant.method is Method.FP8_CUBLAS and not self._squares_late(len(x), layer):
                 self.linear.relu_square_(out)
             return
         self._make_dense(layer.ffn_key)
@@ -322,8 +320,7 @@ class KernelOps:
             self._gemv(x, matrix, out)
             return
         if variant.method in QUANT_METHODS:
-            self.many(variant, x, matrix.quant, out, matrix.weight)
-            return
+            return self.many(variant, x, matrix.quant, out, matrix.weight)
         self._make_dense(matrix)
         if variant.method is Method.CUBLAS:
             self.matmul(x, matrix.weight, out)
@@ -405,8 +402,8 @@ class KernelOps:
             dense += self.many.variants(num_tokens, matrix.quant)
         few = num_tokens <= MAX_GEMV
         if name == "rkv":
-            placements = (LoraPlacement.BEFORE, LoraPlacement.CONCURRENT)
-            return [dataclasses.replace(variant, lora=place) for place in placements for variant in dense] + [GEMV_RKV] * few
+            places = (LoraPlacement.BEFORE, LoraPlacement.CONCURRENT)
+            return [dataclasses.replace(variant, lora=place) for place in places for variant in dense] + [GEMV_RKV] * few
         if name == "ffn_value":
             return dense + [SPARSE] * (num_tokens <= MAX_SPARSE)
         return dense + [GEMV] * few

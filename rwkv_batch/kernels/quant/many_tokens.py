@@ -85,7 +85,7 @@ class ManyTokens:
 
         scratch      fp16, as many values as the matrix; what it holds may be lost
         square_x     max(x, 0)^2 is what the matrix meets; of variants with quantised tokens
-        relu_square  of variants other than FP8_CUBLAS
+        relu_square  is left to the caller by FP8_CUBLAS
         """
         if variant.method is Method.QUANT_GEMM:
             self.gemm.gemm(x, self._handle(matrix), out, relu_square, variant.config, active_mask)
