@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest
 from rwkv_batch.request import Grammar
 from rwkv_batch.text import grammar
@@ -96,6 +97,13 @@ class FormatFields(BaseModel):
             names = " and ".join(str(found.param) for found in wanted[:2])
             raise InvalidRequest(f"{names}: only one of them can be followed", param=wanted[1].param)
         return wanted[0] if wanted else None
+
+    def checked_grammar(self, config: Config) -> Grammar | None:
+        """The same within the server's limits. Raises InvalidRequest, NotInstalled."""
+        wanted = self.wanted_grammar()
+        if wanted is not None:
+            grammar.check(wanted, config)
+        return wanted
 
     def _wanted(self) -> list[Grammar]:
         found: list[Grammar] = []

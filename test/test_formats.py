@@ -8,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routes.formats import FormatFields
+from routes.native.chat import V1Body, V2Body, V3Body
+from routes.native.state import StateBody
 from routes.openai.response_body import ResponseBody
 from routes.openai.schemas import ChatBody, CompletionBody, read
+from routes.schemas import validate
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest
 from rwkv_batch.request import Grammar
@@ -105,6 +108,21 @@ def test_the_request_carries_the_grammar():
         body = read(kind, {**fields, "guided_regex": "a+", "n": 2})
         request = body.to_request(body.checked_texts(Config()), "r", Config(), lambda text: [1])
         assert (request.grammar, request.copies) == (Grammar("regex", "a+", "guided_regex"), 2)
+
+
+@pytest.mark.parametrize("kind", [V1Body, V2Body, V3Body, StateBody])
+def test_native_chats_have_the_same_fields(kind):
+    def asked(**fields):
+        body = validate(kind, {"contents": ["a"], **fields})
+        return body.to_request(body.checked_texts(Config()), "r", Config(), lambda text: [1]).grammar
+
+    assert asked() is asked(response_format=None) is asked(response_format={"type": "text"}) is None
+    assert asked(guided_regex="a+") == Grammar("regex", "a+", "guided_regex")
+    assert asked(response_format={"type": "json_object"}).source == '{"type":"object"}'
+    with pytest.raises(InvalidRequest, match="response_format"):
+        asked(response_format={"type": "yaml"})
+    thinks = asked(guided_regex="a+", enable_think=True)
+    assert thinks.kind == ("lark" if kind is V3Body else "regex"), "others have no template in which to think"
 
 
 KEYS = st.sampled_from(

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, NotInstalled, Overloaded
+from rwkv_batch.grammar import compiler
 from rwkv_batch.grammar.checker import Checker
 from rwkv_batch.text import grammar
 from rwkv_batch.text.grammar import Grammar
+from rwkv_batch.text.tokenizer import ByteTokenizer
 
 
 def exponential(count: int) -> str:
@@ -115,6 +117,17 @@ def test_a_bad_grammar_is_refused_within_a_second(checker, kind, source, words):
         assert len(error.value.message) < 400
         assert "\n" not in error.value.message
     assert not checker.passed(asked)
+
+
+def test_a_model_that_cannot_say_every_byte_says_so():
+    tokens = compiler.vocabulary(ByteTokenizer(), [id for id in range(256) if id != ord("e")])
+    with pytest.raises(InvalidRequest, match="p: no text fits that this model can say"):
+        compiler.matcher(Grammar("regex", "e", "p"), tokens)
+    row = compiler.matcher(Grammar("regex", "(xe|ye)", "p"), tokens)
+    row.consume_token(ord("x"))
+    assert row.compute_ff_tokens() == []
+    row.compute_bitmask()
+    assert compiler.reason(row.get_error()) == "no text fits that this model can say"
 
 
 def test_good_grammars_pass_beside_hostile_ones(checker):

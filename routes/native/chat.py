@@ -1,18 +1,22 @@
 """The native chat routes: prompts in, one choice for each, whole or as a stream; what the other native routes share of it."""
 
 import time
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import msgspec
 from pydantic import Field
 
+from routes.formats import FormatFields
 from routes.http.context import RequestContext
 from routes.http.replies import DONE, dumps, error_document, sse
 from routes.http.streams import Reply
 from routes.schemas import ContentsBody, Messages, PromptsBody, validate
+from rwkv_batch.config import Config
 from rwkv_batch.errors import EngineFailed, InvalidRequest, RwkvBatchError
-from rwkv_batch.request import Event, Failure, Finish, Loop
+from rwkv_batch.request import Event, Failure, Finish, Grammar, Loop, Request
 from rwkv_batch.text import prompts
+from rwkv_batch.text.grammar import after_thought
 from rwkv_batch.text.prompts import Turn
 from sampling.params import SamplingParams
 
@@ -21,7 +25,16 @@ V3_ID = "rwkv7-batch-v3"
 COMPLETION = "chat.completion"
 
 
-class V2Body(ContentsBody):
+class V1Body(ContentsBody, FormatFields):
+    """Raw prompts, and what each answer must look like."""
+
+    def to_request(self, texts: list[str], request_id: str, config: Config, encode: Callable[[str], list[int]]) -> Request:
+        """The engine's form. Raises InvalidRequest."""
+        request = super().to_request(texts, request_id, config, encode)
+        return msgspec.structs.replace(request, grammar=self.checked_grammar(config))
+
+
+class V2Body(V1Body):
     """Raw prompts for the continuous batch; token 0 in front of each unless it is refused, top_k before top_p."""
 
     loop: ClassVar[Loop] = "continuous"
@@ -32,7 +45,7 @@ class V2Body(ContentsBody):
         return msgspec.structs.replace(super().sampling(), rule="sequential")
 
 
-class V3Body(ContentsBody):
+class V3Body(V1Body):
     """Texts that each become the one turn of a chat, or the messages of one conversation."""
 
     messages: Messages = Field(default_factory=list)
@@ -51,6 +64,11 @@ class V3Body(ContentsBody):
             return [prompts.one_turn(self.messages[0].content, tail)]
         return [templated([message.turn() for message in self.messages], tail, "messages")]
 
+    def wanted_grammar(self) -> Grammar | None:
+        """See FormatFields; a thought comes first and is free."""
+        wanted = super().wanted_grammar()
+        return after_thought(wanted) if wanted is not None and self.enable_think else wanted
+
 
 def templated(turns: list[Turn], tail: str, field: str) -> str:
     """A conversation with an open answer. Raises InvalidRequest naming `field` when nobody says anything."""
@@ -67,7 +85,7 @@ async def completions(context: RequestContext) -> Reply:
             "this path takes contents; for text_list, the form of a translation, the URL is /translate/v1/batch-translate",
             param="text_list",
         )
-    return await reply_to(context, ContentsBody, NATIVE_ID)
+    return await reply_to(context, V1Body, NATIVE_ID)
 
 
 async def completions_v2(context: RequestContext) -> Reply:

@@ -18,8 +18,8 @@ from pydantic import Field
 from routes.http.context import RequestContext
 from routes.http.replies import DONE, Response, json_reply, sse
 from routes.http.streams import Reply
-from routes.native.chat import NATIVE_ID, ChunkFormatter, DocumentFormatter
-from routes.schemas import MAX_ID, Body, ContentsBody, Texts, session_name, validate
+from routes.native.chat import NATIVE_ID, ChunkFormatter, DocumentFormatter, V1Body
+from routes.schemas import MAX_ID, Body, Texts, session_name, validate
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, StorageFailed
 from rwkv_batch.request import Event, Finish
@@ -36,7 +36,7 @@ CACHE_LEVELS: dict[Tier, str] = {"l1": "L1 (VRAM)", "l2": "L2 (RAM)", "db": "Dat
 transfers = asyncio.Semaphore(4)  # files that an HTTP process holds in memory at a time
 
 
-class StateBody(ContentsBody):
+class StateBody(V1Body):
     """One turn: what is said next in a session. Without a session it runs without memory.
 
     keep             without it nothing is stored, and any number of prompts start from the session's state

@@ -33,7 +33,7 @@ from rwkv_batch.config import Config
 from rwkv_batch.errors import BatchTooLarge, InvalidRequest
 from rwkv_batch.request import Grammar, Loop, Request
 from rwkv_batch.session_messages import Session
-from rwkv_batch.text import grammar, prompts
+from rwkv_batch.text import prompts
 from rwkv_batch.text.fim_marks import Gap, find_gap
 from sampling.params import SamplingParams
 
@@ -256,10 +256,7 @@ class GenerationBody(PromptsBody, FormatFields):
     def to_request(self, texts: list[Any], request_id: str, config: Config, encode: Callable[[Any], list[int]]) -> Request:
         """The engine's form: `n` rows of each prompt."""
         request = super().to_request(texts, request_id, config, encode)
-        wanted = self.wanted_grammar()
-        if wanted is not None:
-            grammar.check(wanted, config)
-        return msgspec.structs.replace(request, copies=self.n, grammar=wanted)
+        return msgspec.structs.replace(request, copies=self.n, grammar=self.checked_grammar(config))
 
 
 class ChatBody(GenerationBody, Conversation, ThoughtFields):

@@ -44,8 +44,11 @@ class Pieces:
         self._encode = tokenizer.encode_bytes if all_are else Tokenizer("drawn", known, "").encode_bytes
 
     def __call__(self, data: bytes) -> list[int]:
-        """Return the ids of `data`."""
-        return self._encode(data)
+        """Return the ids of `data`, none where a byte of it cannot be drawn: the mask that follows is then empty."""
+        try:
+            return self._encode(data)
+        except InvalidRequest:
+            return []
 
 
 def vocabulary(tokenizer: Tokenizer, output_ids: Sequence[int]) -> LLTokenizer:
@@ -92,6 +95,6 @@ def reason(told: str) -> str:
         names = ", ".join(name[:64] for name in json.loads(unknown[1]))
         return f'{names}: not supported; "x-guidance": {{"lenient": true}} in the schema has such keywords ignored'
     if told.startswith("NoExtension"):
-        return "no text fits"
+        return "no text fits that this model can say"
     last = re.findall(r"^error: (.+)$", told, re.MULTILINE)  # of a regex, below a picture of the place
     return " ".join((last[-1] if last else told).split())[:MAX_REASON]

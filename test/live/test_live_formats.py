@@ -66,6 +66,9 @@ def test_each_route_follows(target, fields, pattern):
         ("/v1/chat/completions", {"messages": HELLO, "n": 2, "logprobs": True}),
         ("/v1/completions", {"prompt": ["a", "b"], "logprobs": 1, "ignore_eos": True}),
         ("/v1/responses", {"input": "a"}),
+        ("/v1/chat/completions", {"contents": ["a", "b"]}),
+        ("/v2/chat/completions", {"contents": ["a", "b"]}),
+        ("/v3/chat/completions", {"messages": HELLO}),
     ):
         answer = target.post(path, {**body, **fields, "max_tokens": 60, "temperature": 1})
         texts = [choice.get("text") or choice["message"]["content"] for choice in answer.get("choices", ())]
