@@ -134,3 +134,74 @@ def test_the_state_is_what_torch_makes_of_it(fill, wkv_dtype):
     assert one.elapsed == other.elapsed
     assert [other.elapsed[slot] for slot in (0, 99, 70, 71, 20)] == [7, 7, 0, 8, 0]
     assert other.shift[:, :, 20].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+@pytest.mark.parametrize(
+    ("outer", "num_slots", "row"), [(1, 1, 64), (5, 33, 320), (64, 340, 4096), (4, 340, 64 * 4096), (2, MANY, 192)]
+)
+def test_slots_are_copied_out_and_in(fill, outer, num_slots, row, dtype):
+    """One, all, scattered: each to a place of its own and back to another slot, and no slot that was not named."""
+    target = values(outer, num_slots, row, dtype=dtype)
+    scattered = torch.randperm(num_slots).tolist()
+    for slots in ([num_slots - 1], list(range(num_slots)), scattered[: num_slots // 2], []):
+        copies = [torch.full((outer * row,), torch.nan, dtype=dtype, device=DEVICE) for _ in slots]
+        before = target.clone()
+        fill.take(slots, target=(target, copies))
+        assert torch.equal(bits(target), bits(before))
+        assert all(
+            torch.equal(bits(copy.view(outer, row)), bits(target[:, slot])) for slot, copy in zip(slots, copies, strict=True)
+        )
+        fill.put([*reversed(slots)], target=(target, copies))
+        for slot, copy in zip(reversed(slots), copies, strict=True):
+            before[:, slot] = copy.view(outer, row)
+        assert torch.equal(bits(target), bits(before))
+
+
+def test_copies_past_four_gibibytes(fill):
+    target = torch.zeros((3, 16, 2**26), dtype=HALF, device=DEVICE)  # 6 GiB
+    target[:, 15] = values(3, 2**26, dtype=HALF)
+    copy = torch.empty(3, 2**26, dtype=HALF, device=DEVICE)
+    fill.take([15], target=(target, [copy]))
+    assert torch.equal(copy, target[:, 15])
+    fill.put([14], target=(target, [copy]))
+    assert torch.equal(copy, target[:, 14])
+    assert not target[:, 13].any()
+
+
+def test_copies_that_do_not_fit_are_refused_by_name(fill):
+    target, copy = torch.zeros(2, 8, 64, device=DEVICE), torch.ones(2, 64, device=DEVICE)
+    for message, slots, copies in (
+        ("slots", [8], [copy]),
+        ("slots", [-1], [copy]),
+        ("slots", [1, 1], [copy, copy]),
+        ("copies of wkv: 1 for 2", [0, 1], [copy]),
+        ("copies of wkv", [0], [copy[:1]]),
+        ("copies of wkv", [0], [copy.half()]),
+        ("copies of wkv", [0], [torch.ones(64, 2, device=DEVICE).T]),
+        ("copies of wkv", [0], [torch.ones(129, device=DEVICE)[1:]]),
+        ("copies of wkv", [0], [copy.cpu()]),
+    ):
+        for call in (fill.take, fill.put):
+            with pytest.raises(ValueError, match=f"^{message}"):
+                call(slots, wkv=(target, copies))
+    assert not target.any()
+    assert bool((copy == 1).all())
+
+
+@pytest.mark.parametrize("wkv_dtype", [HALF, FLOAT])
+def test_states_that_are_taken_and_put_together_are_those_of_torch(fill, wkv_dtype):
+    states = [State(SHAPE, 100, shift_dtype=HALF, wkv_dtype=wkv_dtype, device=DEVICE, fill=each) for each in (None, fill)]
+    shift, wkv = values(3, 2, 320, dtype=FLOAT), values(3, 5, 64, 64, dtype=FLOAT)
+    for state in states:
+        generator = torch.Generator(device=DEVICE).manual_seed(3)
+        for tensor in (state.shift, state.wkv):
+            tensor.normal_(generator=generator)
+        state.advance(range(100), range(100))
+        kept = state.take_many([7, 99, 0])
+        assert [each.elapsed for each in kept] == [7, 99, 0]
+        state.put_each([0, 50, 99, 3], [*kept, Snapshot(shift.cpu(), wkv.half(), 5)])
+        assert [state.elapsed[slot] for slot in (0, 50, 99, 3)] == [7, 99, 0, 5]
+    one, other = states
+    assert torch.equal(bits(one.shift), bits(other.shift))
+    assert torch.equal(bits(one.wkv), bits(other.wkv))

@@ -248,8 +248,11 @@ class Engine:
             if sequence.initial is not None:
                 starts.setdefault(sequence.initial, []).append(sequence.slot)
                 sequence.initial = None
+        alone = {snapshot: slots[0] for snapshot, slots in starts.items() if len(slots) == 1}
+        self.state.put_each([*alone.values()], [*alone])
         for snapshot, slots in starts.items():
-            self.state.put_many(slots, snapshot)
+            if len(slots) > 1:
+                self.state.put_many(slots, snapshot)
         self.sampler.start_many(
             [s.slot for s in sequences],
             [s.request.sampling for s in sequences],

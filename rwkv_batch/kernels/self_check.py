@@ -161,7 +161,7 @@ def _variants(ops: KernelOps, name: str, lengths: list[int]) -> list[tuple[Produ
 
 @torch.inference_mode()
 def _fills(launcher: Launcher, wkv_dtype: torch.dtype) -> bool:
-    """Copy one slot into some others and clear some more, with the kernel and without."""
+    """Copy one slot into some others, clear some more and let some change places, with the kernels and without."""
     shape, states = ModelShape(2, WIDTH, FFN, VOCAB, *RANKS), []
     for fill in (None, StateFill(launcher)):
         state = State(shape, SLOTS, shift_dtype=torch.float16, wkv_dtype=wkv_dtype, device=launcher.device, fill=fill)
@@ -170,6 +170,7 @@ def _fills(launcher: Launcher, wkv_dtype: torch.dtype) -> bool:
             tensor.normal_(generator=generator)
         state.put_many(range(1, SLOTS, 7), state.take(0))
         state.clear(range(2, SLOTS, 7))
+        state.put_each(range(0, SLOTS, 2), state.take_many(range(SLOTS - 1, 0, -2)))
         states.append(state)
     one, other = states
     return torch.equal(one.shift, other.shift) and torch.equal(one.wkv, other.wkv)

@@ -10,10 +10,16 @@ from rwkv_batch.model.weights import HEAD_SIZE, ModelShape
 
 
 class Fill(Protocol):
-    """A kernel that overwrites slots of state arrays."""
+    """Kernels that overwrite and copy slots of state arrays."""
 
     def __call__(self, slots: Sequence[int], **parts: tuple[torch.Tensor, torch.Tensor | None]) -> None:
         """Overwrite the slots of arrays [outer, S, row], by name, with sources [outer, row]; None = zeros."""
+
+    def take(self, slots: Sequence[int], **parts: tuple[torch.Tensor, Sequence[torch.Tensor]]) -> None:
+        """Copy the slots of arrays [outer, S, row], by name, each to its own of the copies, of outer * row values."""
+
+    def put(self, slots: Sequence[int], **parts: tuple[torch.Tensor, Sequence[torch.Tensor]]) -> None:
+        """Overwrite them, each with its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +44,7 @@ class State:
     last_ids  [S] int64           tokens sampled last: what a decode step feeds
     elapsed   S ints              tokens seen, counted on the host
 
-    fill      the kernel that overwrites slots; None = torch does it
+    fill      the kernels that overwrite and copy slots; None = torch does it
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class State:
         self._fill = fill
         self._shift_rows = self.shift.flatten(0, 1)  # [2 L, S, C]
         self._wkv_rows = self.wkv.flatten(2)  # [L, S, H * 64 * 64]
+        self._expected = (self.shift[:, :, 0].shape, self.wkv[:, 0].shape)
 
     @classmethod
     def num_bytes(
@@ -100,8 +107,14 @@ class State:
         return Snapshot(self.shift[:, :, slot].clone(), self.wkv[:, slot].clone(), self.elapsed[slot])
 
     def take_many(self, slots: Sequence[int]) -> list[Snapshot]:
-        """Return a copy of each slot."""
-        return [self.take(slot) for slot in slots]
+        """Return a copy of each slot, with as many launches as for one."""
+        if self._fill is None:
+            return [self.take(slot) for slot in slots]
+        layers, heads = self.shape.num_layers, (self.shape.num_heads, HEAD_SIZE, HEAD_SIZE)
+        shift = [self.shift.new_empty(layers, 2, self.shape.width) for _ in slots]
+        wkv = [self.wkv.new_empty(layers, *heads) for _ in slots]
+        self._fill.take(slots, shift=(self._shift_rows, shift), wkv=(self._wkv_rows, wkv))
+        return [Snapshot(*parts, self.elapsed[slot]) for *parts, slot in zip(shift, wkv, slots, strict=True)]
 
     def put(self, slot: int, snapshot: Snapshot) -> None:
         """Overwrite one slot with a snapshot; ValueError when it belongs to a model of another shape."""
@@ -109,10 +122,7 @@ class State:
 
     def put_many(self, slots: Sequence[int], snapshot: Snapshot) -> None:
         """Overwrite several slots with one snapshot, with as many launches as for one; ValueError as `put`."""
-        expected = (self.shift[:, :, 0].shape, self.wkv[:, 0].shape)
-        got = (snapshot.shift.shape, snapshot.wkv.shape)
-        if got != expected:
-            raise ValueError(f"snapshot of shapes {got}, this model needs {expected}")
+        self._check(snapshot)
         if self._fill is not None:
             shift, wkv = snapshot.shift.to(self.shift).contiguous(), snapshot.wkv.to(self.wkv).contiguous()
             self._fill(slots, shift=(self._shift_rows, shift.flatten(0, 1)), wkv=(self._wkv_rows, wkv.flatten(1)))
@@ -125,6 +135,25 @@ class State:
             self.wkv[:, index] = snapshot.wkv.to(self.wkv).unsqueeze(1)
         for slot in slots:
             self.elapsed[slot] = snapshot.elapsed
+
+    def put_each(self, slots: Sequence[int], snapshots: Sequence[Snapshot]) -> None:
+        """Overwrite each slot with a snapshot of its own, with as many launches as for one; ValueError as `put`."""
+        if self._fill is None:
+            for slot, snapshot in zip(slots, snapshots, strict=True):
+                self.put(slot, snapshot)
+            return
+        for snapshot in snapshots:
+            self._check(snapshot)
+        shift = [snapshot.shift.to(self.shift).contiguous() for snapshot in snapshots]
+        wkv = [snapshot.wkv.to(self.wkv).contiguous() for snapshot in snapshots]
+        self._fill.put(slots, shift=(self._shift_rows, shift), wkv=(self._wkv_rows, wkv))
+        for slot, snapshot in zip(slots, snapshots, strict=True):
+            self.elapsed[slot] = snapshot.elapsed
+
+    def _check(self, snapshot: Snapshot) -> None:
+        got = (snapshot.shift.shape, snapshot.wkv.shape)
+        if got != self._expected:
+            raise ValueError(f"snapshot of shapes {got}, this model needs {self._expected}")
 
     def _index(self, slots: Sequence[int]) -> torch.Tensor:
         return torch.as_tensor(slots, dtype=torch.int64, device=self.shift.device)
