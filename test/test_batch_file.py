@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routes.http.replies import Response
-from routes.offline import answer_file, request_file
+from routes.offline import answer_file, pipeline, request_file
 from routes.offline.answer_file import AnswerFile, answered, unanswered
 from routes.offline.pipeline import MORE_ROWS, ROWS_PER_SLOT, Pipeline
 from routes.offline.request_file import ENVELOPE_BYTES, RequestFile, UnusableLine, check_body, id_of, read_call
 from rwkv_batch.config import Config
-from rwkv_batch.errors import InvalidRequest, UsageError
+from rwkv_batch.errors import InvalidRequest, Unavailable, UsageError
 from rwkv_batch.server import batch_command
 
 CONFIG = Config()
@@ -255,3 +255,55 @@ def test_one_slow_line_holds_up_the_others_only_when_the_window_is_full(tmp_path
     assert most <= ROWS_PER_SLOT * 4 + MORE_ROWS
     ids = [json.loads(line)["custom_id"] for line in (tmp_path / "out").read_bytes().splitlines()]
     assert ids == [str(index) for index in range(500)]
+
+
+class FragileApp(SlowApp):
+    """Answers at once, but all that it works on is lost when something holds `poison`."""
+
+    def __init__(self, poison: set[str]):
+        super().__init__(1, 1)
+        self.poison, self.losses = poison, []
+        self._open: list[tuple[str, asyncio.Event, object]] = []
+
+    async def answer(self, context) -> Response:
+        name, lost = context.body["prompt"], asyncio.Event()
+        failure = SimpleNamespace(code="engine_lost")
+        context.ticket = SimpleNamespace(failure=None)
+        self._open.append((name, lost, context.ticket))
+        await asyncio.sleep(0.002)
+        if name in self.poison and not lost.is_set():
+            self.losses.append({other for other, *_ in self._open})
+            for _, other, ticket in self._open:
+                ticket.failure = failure
+                other.set()
+            self._open = []
+        if lost.is_set():
+            raise Unavailable("the engine was lost", code="engine_lost")
+        self._open.remove((name, lost, context.ticket))
+        return OK
+
+
+@pytest.mark.parametrize(
+    ("poison", "num_found", "most_losses"),
+    [({"17"}, 1, 3), ({"3", "17", "18", "70"}, 4, 12), (set(map(str, range(80))), 0, 120)],
+)
+def test_the_lines_are_found_that_end_the_engine(tmp_path, monkeypatch, poison, num_found, most_losses):
+    async def run() -> None:
+        app = FragileApp(poison)
+        monkeypatch.setitem(request_file.HANDLERS, "/v1/completions", app.answer)
+        monkeypatch.setattr(pipeline, "TICK_SECONDS", 0.002)
+        requests = requests_of(*(request_line(str(index), body={"prompt": str(index)}) for index in range(80)))
+        progress = SimpleNamespace(begin=lambda app: None, show=lambda *args: None)
+        assert await Pipeline(app, requests, answers, progress, lambda: found.append(None)).run()
+        assert len(app.losses) <= most_losses
+        assert {name for losses in app.losses if len(losses) == 1 for name in losses} == poison
+
+    found = []
+    answers = AnswerFile(tmp_path / "out")
+    asyncio.run(run())
+    answers.close()
+    assert len(found) == num_found, "each of them, if others are answered"
+    for index, line in enumerate((tmp_path / "out").read_bytes().splitlines()):
+        answer = json.loads(line)
+        assert answer["custom_id"] == str(index)
+        assert answer["response"]["status_code"] == (500 if str(index) in poison else 200)

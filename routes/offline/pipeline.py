@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from routes.http.context import RequestContext
 from routes.http.replies import Response, error_reply
@@ -10,6 +11,7 @@ from routes.offline.answer_file import AnswerFile, answered, unanswered
 from routes.offline.offline_app import OfflineApp
 from routes.offline.progress import ProgressReport
 from routes.offline.request_file import Call, Line, RequestFile, UnusableLine, check_body, read_call
+from routes.offline.suspects import Suspects
 from rwkv_batch.errors import EngineFailed, Overloaded, RwkvBatchError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -18,13 +20,25 @@ ROWS_PER_SLOT = 2  # in progress: when all slots end in one step, as many rows w
 MORE_ROWS = 32
 TRIES = 3  # of a request whose step failed
 TICK_SECONDS = 0.1
+GONE = ("engine_dead", "engine_lost")  # codes of a refusal by an engine that ends
 
 
 class Pipeline:
-    """Has the engine answer what `requests` still has. `stopping` and `aborted` may be set by any thread."""
+    """Has the engine answer what `requests` still has. `stopping` and `aborted` may be set by any thread.
 
-    def __init__(self, app: OfflineApp, requests: RequestFile, answers: AnswerFile, progress: ProgressReport):
+    found  called when a line was found that ends the engine, as long as more lines are answered than found: so it is the line
+    """
+
+    def __init__(
+        self,
+        app: OfflineApp,
+        requests: RequestFile,
+        answers: AnswerFile,
+        progress: ProgressReport,
+        found: Callable[[], None] = lambda: None,
+    ):
         self.app = app
+        self.found = found
         self.requests = requests
         self.answers = answers
         self.progress = progress
@@ -34,6 +48,8 @@ class Pipeline:
         self._num_bytes = 0  # of the lines in progress
         self._freed = asyncio.Event()
         self._failed: BaseException | None = None
+        self._suspects = Suspects()
+        self._num_answered = self._num_found = 0  # lines without an error, and lines that end the engine
 
     async def run(self) -> bool:
         """Answer them; returns whether that was all. Raises OSError when an answer cannot be written."""
@@ -71,7 +87,8 @@ class Pipeline:
         slots = self.app.client.info.slots
         most_bytes = self.app.config.batch_window_mib * 2**20
         while not self.stopping and (
-            self.app.num_rows >= ROWS_PER_SLOT * slots + MORE_ROWS
+            len(self._suspects)
+            or self.app.num_rows >= ROWS_PER_SLOT * slots + MORE_ROWS
             or len(self._tasks) >= ROWS_PER_SLOT * slots + MORE_ROWS
             or self._num_bytes + self.answers.num_held >= most_bytes
         ):
@@ -79,6 +96,10 @@ class Pipeline:
 
     async def _wait(self) -> None:
         """Until something has ended, or a tick."""
+        if self.stopping:
+            self._suspects.release_all()
+        else:
+            self._suspects.release(len(self._tasks))
         self._freed.clear()
         await self._freed.wait()
 
@@ -124,14 +145,19 @@ class Pipeline:
         except UnusableLine as error:
             self.answers.put(index, unanswered(error), failed=True)
             return
-        found = await self._reply(call)
+        found = await self._reply(call, line)
         if found is not None:
             request_id, reply = found
+            self._num_answered += reply.status < 400
             self.answers.put(index, answered(call.custom_id, request_id, reply), failed=reply.status >= 400)
 
-    async def _reply(self, call: Call) -> tuple[str, Response] | None:
-        """The id and the response of a request; one that the engine was lost with, or whose step failed, is tried again."""
+    async def _reply(self, call: Call, line: Line) -> tuple[str, Response] | None:
+        """The id and the response of a request, None where the end comes first.
+
+        One whose step failed is tried again, and so is one that the engine was lost with, unless nothing else ran beside it.
+        """
         failures = 0
+        was_tried = is_alone = has_failed = False
         while True:
             context = RequestContext(self.app, "POST", call.url, {}, body=call.body, form="openai")
             context.body_bytes = call.num_bytes
@@ -142,10 +168,18 @@ class Pipeline:
                 if self.stopping:
                     return None
                 log.debug("%s is tried again: %s", context.id, error)
+                if was_lost(context) or (has_failed and error.code in GONE):
+                    if is_alone:
+                        return context.id, self._ends_engine(line)
+                    is_alone = await self._suspects.turn(was_tried=was_tried)
+                    failures, was_tried, has_failed = 0, True, False
+                    if self.stopping:
+                        return None
                 await asyncio.sleep(TICK_SECONDS)
                 await self._engine()
             except EngineFailed as error:
                 failures += 1
+                has_failed = True  # perhaps because the engine ends: then it refuses the next request
                 if failures == TRIES:
                     return context.id, error_reply(error, "openai")
             except RwkvBatchError as error:
@@ -153,3 +187,17 @@ class Pipeline:
             except Exception:
                 log.exception("%s failed", context.id)
                 return context.id, error_reply(EngineFailed("internal error", code="internal"), "openai")
+
+    def _ends_engine(self, line: Line) -> Response:
+        """What is said of a line that the engine was lost with alone."""
+        log.error("line %d: the engine ends when it works on it", line.number)
+        self._num_found += 1
+        if self._num_found < self._num_answered:
+            self.found()
+        return error_reply(EngineFailed("the engine ends when it works on this request", code="ends_engine"), "openai")
+
+
+def was_lost(context: RequestContext) -> bool:
+    """Whether the engine has ended while it had the request."""
+    ticket = context.ticket
+    return ticket is not None and ticket.failure is not None and ticket.failure.code == "engine_lost"

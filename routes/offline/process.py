@@ -51,7 +51,7 @@ async def answer_all(control: Control, requests: RequestFile, answers: AnswerFil
         [EngineClient(address_in(control.folder), heartbeat=control.config.heartbeat, peer_seconds=control.config.peer_seconds)]
     )
     app = OfflineApp(control.config, client, metrics.HttpMetrics(), control.folder)
-    pipeline = Pipeline(app, requests, answers, progress)
+    pipeline = Pipeline(app, requests, answers, progress, lambda: control.report("found"))
     control.listen(
         {"drain": lambda: setattr(pipeline, "stopping", True), "stop": lambda: setattr(pipeline, "aborted", True)},
     )

@@ -3,6 +3,7 @@
 Row text is `" w0 w1 w2 …"`, one word a token, so that clients can check order and completeness. Slots, queue, cancel and drain
 behave as in the engine loop. `RWKV_BATCH_FAULT` breaks it on purpose: `hang:N`, `crash:N`, `fail:N`, `row:N` act when the Nth
 request (from 1) is in its third step: stop stepping, abort the process, fail the request, end its first row with an error.
+`poison:N` aborts the process in the first step of any request whose first prompt has the token N.
 """
 
 import collections
@@ -97,6 +98,8 @@ class StubEngine:
             self._num_requests += 1
             if self._num_requests == self._fault_at:
                 run.fault = self._fault
+            elif self._fault == "poison" and self._fault_at in request.prompts[0]:
+                run.fault = "poison"
             self._runs[request.id] = run
             self._waiting.extend(StubRow(run, index) for index in range(request.num_rows))
         self._wake.set()
@@ -216,7 +219,7 @@ class StubEngine:
         for run, deltas, finishes in changed.values():
             run.num_steps += 1
             run.num_open -= len(finishes)
-            if run.fault and run.num_steps >= 3:
+            if run.fault and (run.num_steps >= 3 or run.fault == "poison"):
                 self._break(run, events)
             if deltas or finishes:
                 events.setdefault(run.owner, []).append(Progress(run.request.id, deltas, finishes))
@@ -227,7 +230,7 @@ class StubEngine:
     def _break(self, run: StubRequest, events: dict[bytes, list[Event]]) -> None:
         if run.fault == "hang":
             self._hanging = True
-        elif run.fault == "crash":
+        elif run.fault in ("crash", "poison"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif run.fault == "fail":
             events.setdefault(run.owner, []).append(Failure(run.request.id, "EngineFailed", "the step failed"))

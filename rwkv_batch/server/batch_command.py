@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rwkv_batch.config import MAX_QUEUE, from_layers, make_parser, read_flags
 from rwkv_batch.errors import RwkvBatchError, UsageError
@@ -17,6 +18,9 @@ from rwkv_batch.server.supervisor import Supervisor, begin, own_folder
 log = logging.getLogger(__name__)
 
 
+CRASHES = 4  # end the batch, at least: three of them find a line that ends the engine
+
+
 class BatchSupervisor(Supervisor):
     """Keeps the engine alive while one process, whose end is the end of all, has it answer the lines of a file."""
 
@@ -25,6 +29,12 @@ class BatchSupervisor(Supervisor):
 
     def announce(self, info: EngineInfo) -> None:
         """The process of the batch tells what there is to tell."""
+
+    def hear(self, child: Child, report: dict[str, Any]) -> None:
+        """See Supervisor. The crashes by which a line was found that ends the engine are no more of its faults."""
+        super().hear(child, report)
+        if report["event"] == "found":
+            self.crashes.clear()
 
     def bury(self, child: Child, status: int) -> int | None:
         """See Supervisor. A batch process that was killed has left whole answers behind, so the same command goes on."""
@@ -52,7 +62,8 @@ def answer_file(argv: Sequence[str], environ: Mapping[str, str], program: Sequen
         with own_folder() as folder:
             # No session is kept, so none needs memory, and nobody else can fill the queue.
             without_sessions = {"state_db": str(folder / "sessions.db"), "l1_sessions": 1, "l2_sessions": 0}
-            config = replace(config, queue=MAX_QUEUE, **without_sessions)
+            crashes = max(config.max_crashes, CRASHES)
+            config = replace(config, queue=MAX_QUEUE, max_crashes=crashes, **without_sessions)
             return BatchSupervisor(config, folder, program, files).run()
     except RwkvBatchError as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)

@@ -109,3 +109,18 @@ def test_files_of_another_batch_are_refused(tmp_path):
     assert batch.finish() == 2
     assert "something else" in batch.output
     assert (tmp_path / "out.jsonl").read_text() == "my thesis\n"
+
+
+def test_a_line_that_ends_the_engine_is_found_and_the_others_are_answered(tmp_path):
+    number, poisoned = 45, (7, 30)
+    bad = {index: json.dumps({**request_of(0), "body": {"messages": [{"content": "@"}]}}).encode() for index in poisoned}
+    held = {**request_of(0), "body": {"messages": [{"content": "a"}], "guided_regex": "(?=a)b"}}
+    bad[5] = json.dumps(held).encode()  # compiled where a bad one hurts nobody, as a server does
+    write_requests(tmp_path, number, bad)
+    batch = BatchProcess(tmp_path, "--slots", "4", env={"RWKV_BATCH_FAULT": f"poison:{ord('@')}"})
+    assert batch.finish() == 65, batch.output
+    check_answers(tmp_path, number, bad)
+    answers = [json.loads(line) for line in batch.out.read_bytes().splitlines()]
+    codes = {index: answers[index]["response"]["body"]["error"]["code"] for index in bad}
+    assert codes == {5: "invalid_grammar", 7: "ends_engine", 30: "ends_engine"}
+    assert batch.output.count("the engine ended by signal") == 5, "of all, of two groups, and two alone"
