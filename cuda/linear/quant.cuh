@@ -12,7 +12,8 @@
 
 namespace rwkv {
 
-enum Format : int { INT8 = 0, FP8 = 1, INT4 = 2, NF4 = 3, FP6 = 4, FP5 = 5, FORMATS = 6 };
+enum Format : int { INT8 = 0, FP8 = 1, INT4 = 2, NF4 = 3, FP6 = 4, FP5 = 5 };
+constexpr int PLAIN = -1;  // in the place of a format: fp16
 
 constexpr int BLOCK = 64;  // values of k; in formats of groups, those that share a scale
 

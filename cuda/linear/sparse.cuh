@@ -7,8 +7,6 @@
 namespace rwkv {
 namespace {
 
-constexpr int PLAIN = -1;  // in the place of a Format: fp16
-
 template <class T>
 __device__ __forceinline__ T load_if(const T* p, bool wanted) {  // no branch, so that many are under way at once
     static_assert(sizeof(T) == 8 || sizeof(T) == 4 || sizeof(T) == 2);

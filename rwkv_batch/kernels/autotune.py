@@ -10,7 +10,7 @@ from rwkv_batch.kernels.card_cache import recall, remember
 from rwkv_batch.kernels.compiler import cache_folder
 from rwkv_batch.kernels.layer_kernels import LayerKernels, MatrixKernels
 from rwkv_batch.kernels.ops import KernelOps
-from rwkv_batch.kernels.variants import PRODUCTS, Product, Variant
+from rwkv_batch.kernels.variants import MASKED, PRODUCTS, Product, Variant
 
 TIMED_BYTES = 256 * 2**20  # of weights that a timing reads, more than stay in the L2 cache
 IN_PLACE_ROWS = 64  # up to which variants that are nearly as fast alone are compared in whole steps: kernels overlap there
@@ -97,7 +97,7 @@ class Autotuner:
         layers = layers[: max(1, TIMED_BYTES // self._matrix(name, layers[0]).nbytes)]
         if name == "ffn_value":
             b.hidden.normal_().relu_().mul_(torch.rand_like(b.hidden) > 1 - ACTIVE_SHARE)
-            if ops.linear.masked_ffn_fits(size, *layers[0].ffn_value.weight.shape):
+            if MASKED in ops.variants(name, size, layers[0]):
                 ops.launcher.use_current_stream()
                 ops.linear.build_active_mask(b.hidden, ops.buffers.active_mask)
         if name == "head":

@@ -33,7 +33,7 @@ from rwkv_batch.kernels.mix import Mix, WkvInputs
 from rwkv_batch.kernels.quant.dequantise import Dequantiser
 from rwkv_batch.kernels.quant.few_tokens import QuantLinear
 from rwkv_batch.kernels.quant.many_tokens import ManyTokens
-from rwkv_batch.kernels.quant.matrix import quant_format
+from rwkv_batch.kernels.quant.matrix import QuantMatrix, quant_format
 from rwkv_batch.kernels.variants import (
     CUBLAS,
     GEMM,
@@ -229,10 +229,9 @@ class KernelOps:
         if variant.lora is LoraPlacement.FUSED:
             self.gemm.inputs(mixed, layer.rkv.gemm, lora, rkv, hidden, self._gates(lora), variant.config)
         elif variant.lora is LoraPlacement.FUSED_DOWN:
-            if variant.method is Method.GEMV and layer.rkv.quant is not None:
-                self.quant_linear.project(mixed, layer.rkv.quant, lora, rkv, hidden)
-            elif variant.method is Method.GEMV:
-                self.linear.project(mixed, layer.rkv.weight, lora, rkv, hidden)
+            if variant.method is Method.GEMV:
+                kernels, weight = self._few(layer.rkv)
+                kernels.project(mixed, weight, lora, rkv, hidden)
             else:
                 self.gemm.project(mixed, layer.rkv.gemm, layer.gemm_lora, rkv, hidden, variant.config)
             self._lora_up(hidden, lora)
@@ -275,8 +274,8 @@ class KernelOps:
         """The first product of the channel mix, with the squared ReLU behind it."""
         variant = self.variant("ffn_key", len(x), layer.ffn_key)
         if variant.method is Method.GEMV:
-            self._gemv(x, layer.ffn_key, out, relu_square=True)
-            return
+            kernels, weight = self._few(layer.ffn_key)
+            return kernels.gemv(x, weight, out, relu_square=True)
         mask = self.buffers.active_mask if self._key_leaves_mask(len(x), layer) else None
         if variant.method in QUANT_METHODS:
             self.many(variant, x, layer.ffn_key.quant, out, layer.ffn_key.weight, relu_square=True, active_mask=mask)
@@ -294,18 +293,16 @@ class KernelOps:
         """The second, of which most inputs are zero."""
         matrix = layer.ffn_value
         variant = self.variant("ffn_value", len(hidden), matrix)
+        kernels, weight = self._few(matrix)
         if variant.method in QUANT_METHODS:
             self.many(variant, hidden, matrix.quant, out, matrix.weight, square_x=self._squares_late(len(hidden), layer))
         elif variant.method is Method.SPARSE:
-            if matrix.quant is None:
-                self.linear.sparse_ffn(hidden, matrix.weight, out)
-            else:
-                self.quant_linear.sparse_ffn(hidden, matrix.quant, out)
+            kernels.sparse_ffn(hidden, weight, out)
         elif variant.method is Method.MASKED:
             mask = self.buffers.active_mask
             if not self._key_leaves_mask(len(hidden), layer):
                 self.linear.build_active_mask(hidden, mask)
-            self.linear.masked_ffn(hidden, mask, matrix.weight, out)
+            kernels.masked_ffn(hidden, mask, weight, out)
         else:
             self._make_dense(matrix)
             if variant.method is Method.CUBLAS:
@@ -317,8 +314,8 @@ class KernelOps:
         """One of the plain products: "output" or "head"."""
         variant = self.variant(name, len(x), matrix)
         if variant.method is Method.GEMV:
-            self._gemv(x, matrix, out)
-            return
+            kernels, weight = self._few(matrix)
+            return kernels.gemv(x, weight, out)
         if variant.method in QUANT_METHODS:
             return self.many(variant, x, matrix.quant, out, matrix.weight)
         self._make_dense(matrix)
@@ -327,11 +324,9 @@ class KernelOps:
         else:
             self.gemm.gemm(x, matrix.gemm, out, config=variant.config)
 
-    def _gemv(self, x: Tensor, matrix: MatrixKernels, out: Tensor, *, relu_square: bool = False) -> None:
-        if matrix.quant is None:
-            self.linear.gemv(x, matrix.weight, out, relu_square=relu_square)
-        else:
-            self.quant_linear.gemv(x, matrix.quant, out, relu_square=relu_square)
+    def _few(self, matrix: MatrixKernels) -> tuple[Linear, Tensor] | tuple[QuantLinear, QuantMatrix]:
+        """Return the kernels for few tokens that read a matrix, and what they read."""
+        return (self.linear, matrix.weight) if matrix.quant is None else (self.quant_linear, matrix.quant)
 
     def _make_dense(self, matrix: MatrixKernels) -> None:
         """Fill `matrix.weight` where it is only the room for a quantised one."""
@@ -363,6 +358,8 @@ class KernelOps:
         if chosen is not None:
             return chosen
         if matrix.quant is not None:
+            if num_tokens > GEMV_ROWS and name == "ffn_value" and self.quant_linear.masked_ffn_fits(num_tokens, matrix.quant):
+                return MASKED
             if num_tokens <= (MAX_SPARSE if name == "ffn_value" else MAX_GEMV):
                 return {"ffn_value": SPARSE, "rkv": GEMV_RKV}.get(name, GEMV)
             return (self.many and self.many.variant(num_tokens, matrix.quant)) or CUBLAS
@@ -405,7 +402,8 @@ class KernelOps:
             places = (LoraPlacement.BEFORE, LoraPlacement.CONCURRENT)
             return [dataclasses.replace(variant, lora=place) for place in places for variant in dense] + [GEMV_RKV] * few
         if name == "ffn_value":
-            return dense + [SPARSE] * (num_tokens <= MAX_SPARSE)
+            masked = self.quant_linear.masked_ffn_fits(num_tokens, matrix.quant)
+            return dense + [SPARSE] * (num_tokens <= MAX_SPARSE) + [MASKED] * masked
         return dense + [GEMV] * few
 
     def _rkv_variants(self, num_tokens: int, layer: LayerKernels) -> list[Variant]:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.launch import INT, POINTER, Launcher, check, pointer
-from rwkv_batch.kernels.linear import MAX_GEMV, MAX_SPARSE, PLANES, Lora
+from rwkv_batch.kernels.linear import MASK_UNITS, MAX_GEMV, MAX_MASKED, MAX_SPARSE, PLANES, Lora
 from rwkv_batch.kernels.quant.matrix import HALF, QuantMatrix
 
 MAX_PROBLEMS = 7
+MASKED_FORMATS = ("int8", "fp8", "int4", "nf4")
 
 
 class QuantLinear:
@@ -24,6 +25,8 @@ class QuantLinear:
         self.launcher = launcher
         self.pdl = pdl
         self._gemv = launcher.bind("rwkv_quant_gemv", *[POINTER] * 4, *[INT] * 8)
+        self.hopper = torch.cuda.get_device_properties(launcher.device).major == 9
+        self._masked_ffn = launcher.bind("rwkv_quant_masked_ffn", *[POINTER] * 5, *[INT] * 5)
         self._sparse_ffn = launcher.bind("rwkv_quant_sparse_ffn", *[POINTER] * 4, *[INT] * 5)
         self._project = launcher.bind("rwkv_quant_project", *[POINTER] * 6, *[INT] * 8)
 
@@ -68,6 +71,26 @@ class QuantLinear:
             raise ValueError(f"sparse_ffn: N {n} or F {f} does not fit, or {list(matrix.shape)} is not [F, C]")
         pointers = map(pointer, (hidden, matrix.values, matrix.scales, out))
         self.launcher.launch(self._sparse_ffn, *pointers, matrix.code, n, f, c, self.pdl)
+
+    def masked_ffn(self, hidden: Tensor, active_mask: Tensor, matrix: QuantMatrix, out: Tensor) -> None:
+        """out [N, C] = hidden [N, F] matrix [F, C], reading once the rows of units that are on in some token.
+
+        For what `masked_ffn_fits` says yes to; `active_mask` as of `Linear.masked_ffn`. In formats of groups, a weight is fp16:
+        its scale cannot wait for the sum.
+        """
+        n, f, c = len(hidden), matrix.K, matrix.M
+        self._check("hidden", hidden, (n, f))
+        self._check("out", out, (n, c))
+        self._check("active_mask", active_mask, (f // MASK_UNITS,), torch.int32)
+        if not self.masked_ffn_fits(n, matrix):
+            raise ValueError(f"masked_ffn: {matrix.format}, N {n}, F {f} or C {c} does not fit, or the GPU is no Hopper")
+        pointers = map(pointer, (hidden, active_mask, matrix.values, matrix.scales, out))
+        self.launcher.launch(self._masked_ffn, *pointers, matrix.code, n, f, c, self.pdl)
+
+    def masked_ffn_fits(self, n: int, matrix: QuantMatrix) -> bool:
+        """Return whether `masked_ffn` takes N tokens and this matrix."""
+        fits = matrix.transposed and matrix.K % MASK_UNITS == 0 and matrix.M % 128 == 0 and matrix.scales.data_ptr() % 4 == 0
+        return self.hopper and fits and n <= MAX_MASKED and matrix.format in MASKED_FORMATS
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = HALF) -> None:
         check(name, tensor, self.launcher.device, dtype, shape)
