@@ -43,8 +43,9 @@ struct Shape {
     int activation;
 };
 
-// Thread blocks of wide tiles have a whole loading warpgroup, whose registers the others get; else one loading warp.
-__host__ __device__ constexpr int threads(int wgs, int bn) { return wgs * 128 + (bn <= 64 ? 32 : 128); }
+// Thread blocks that need many registers have a whole loading warpgroup, whose registers the others get; else one loading warp.
+__host__ __device__ constexpr bool wide(int bn, bool fp8) { return fp8 || bn > 64; }
+__host__ __device__ constexpr int threads(int wgs, int bn, bool fp8) { return wgs * 128 + (wide(bn, fp8) ? 128 : 32); }
 __host__ __device__ constexpr int stage_bytes(int wgs, int bn, bool fp8) { return wgs * GROUP_BYTES + bn * BK * (fp8 ? 1 : 2); }
 __host__ __device__ constexpr int float_pitch(int wgs) { return wgs * GROUP_ROWS + 4; }  // fp32 row of the partial sums
 
@@ -227,22 +228,22 @@ __device__ __forceinline__ void convert(uint32_t (&a)[4][2][4], uint32_t (&words
             }
 }
 
-// The operands of two fragments of 32 values of k, as e4m3.
+// The operands of a stage's four fragments of 32 values of k, as e4m3, of one tile of 64 rows.
 template <bool TRANSPOSED>
-__device__ __forceinline__ void arrange(uint32_t (&a)[2][2][4], const uint32_t (&words)[16]) {
+__device__ __forceinline__ void arrange(uint32_t (&a)[4][4], const uint32_t (&words)[2][16], int tile) {
 #pragma unroll
-    for (int s = 0; s < 4; s++)
-#pragma unroll
-        for (int tile = 0; tile < 2; tile++) {
-            uint32_t* to = a[s / 2][tile] + s % 2 * 2;
-            if constexpr (TRANSPOSED) {
-                const uint32_t first = __byte_perm(words[4 * s], words[4 * s + 1], tile ? 0x7362 : 0x5140);
-                const uint32_t later = __byte_perm(words[4 * s + 2], words[4 * s + 3], tile ? 0x7362 : 0x5140);
-                to[0] = __byte_perm(first, later, 0x5410), to[1] = __byte_perm(first, later, 0x7632);
-            } else {
-                to[0] = words[4 * (2 * tile) + s], to[1] = words[4 * (2 * tile + 1) + s];
-            }
+    for (int s = 0; s < 8; s++) {
+        const uint32_t* const w = words[s / 4];
+        uint32_t* const to = a[s / 2] + s % 2 * 2;
+        if constexpr (TRANSPOSED) {
+            const int at = 4 * (s % 4);
+            const uint32_t first = __byte_perm(w[at], w[at + 1], tile ? 0x7362 : 0x5140);
+            const uint32_t later = __byte_perm(w[at + 2], w[at + 3], tile ? 0x7362 : 0x5140);
+            to[0] = __byte_perm(first, later, 0x5410), to[1] = __byte_perm(first, later, 0x7632);
+        } else {
+            to[0] = w[4 * (2 * tile) + s % 4], to[1] = w[4 * (2 * tile + 1) + s % 4];
         }
+    }
 }
 
 // One warpgroup's sums of a tile, over this thread block's part of k, x being fp16. 64 values of k are converted while the tensor
@@ -285,40 +286,72 @@ __device__ __forceinline__ void accumulate_fp16(
     release(last);
 }
 
-// The same with x in e4m3.
+// Nothing that makes or takes these values moves over this place: no instruction, but the compiler is held to the order that
+// products started and not yet waited for demand.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void pin(uint32_t (&v)[ROWS][COLUMNS]) {
+#pragma unroll
+    for (int i = 0; i < ROWS * COLUMNS; i++) asm volatile("" : "+r"(v[i / COLUMNS][i % COLUMNS])::"memory");
+}
+
+// Start the product of a stage and one tile of 64 rows.
+template <int BN>
+__device__ __forceinline__ void start_part(float (&part)[BN / 2], const uint32_t (&a)[4][4], uint64_t b) {
+#pragma unroll
+    for (int u = 0; u < 4; u++) WgmmaHeld<BN>::multiply_e4m3(part, a[u], b + u * 2, u > 0);
+    wgmma_commit();
+}
+template <int COUNT>
+__device__ __forceinline__ void add(float (&sums)[COUNT], const float (&part)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) sums[i] += part[i];
+}
+
+// The same with x in e4m3. Where registers allow, the next weights are read while the tensor cores work, and the part of one tile
+// of 64 rows is added while they work on the other.
 template <bool TRANSPOSED, int WGS, int BN>
 __device__ __forceinline__ void accumulate_e4m3(
     float (&sums)[2][BN / 2], const Shape& p, const Work& work, const char* stages, Barriers& barriers, Ring& ring
 ) {
     constexpr int STAGE = stage_bytes(WGS, BN, true);
+    constexpr bool TWO_PARTS = BN <= 80, AHEAD = TRANSPOSED && BN <= 96;  // what ptxas takes without waiting for each product
     const int group = threadIdx.x / 128;
+    uint32_t words[2][16], a[2][4][4];
+    const auto read = [&](bool there) {  // else what was read means nothing
+        if (there) wait(&barriers.full[ring.stage], ring.parity);
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            read_weights<TRANSPOSED>(words[half], shared_address(stages) + ring.stage * STAGE + group * GROUP_BYTES, half);
+    };
 #pragma unroll
     for (int i = 0; i < BN; i++) sums[i / (BN / 2)][i % (BN / 2)] = 0;
+    if (AHEAD) read(true);
 #pragma unroll 1
     for (int i = 0; i < work.steps; i++) {
-        wait(&barriers.full[ring.stage], ring.parity);
-        const uint32_t stage = shared_address(stages) + ring.stage * STAGE;
-        const uint64_t b = describe(stage + WGS * GROUP_BYTES);
-        uint32_t a[2][2][2][4];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint32_t words[16];
-            read_weights<TRANSPOSED>(words, stage + group * GROUP_BYTES, half);
-            arrange<TRANSPOSED>(a[half], words);
-        }
-#pragma unroll
-        for (int tile = 0; tile < 2; tile++) {
-            float part[BN / 2];
-            wgmma_fence();
-#pragma unroll
-            for (int u = 0; u < 4; u++) WgmmaHeld<BN>::multiply_e4m3(part, a[u / 2][u % 2][tile], b + u * 2, u > 0);
-            wgmma_commit();
+        if (!AHEAD) read(true);
+        const int stage = ring.stage;
+        const uint64_t b = describe(shared_address(stages) + stage * STAGE + WGS * GROUP_BYTES);
+        float parts[TWO_PARTS ? 2 : 1][BN / 2];
+        pin(words);
+        arrange<TRANSPOSED>(a[0], words, 0), arrange<TRANSPOSED>(a[1], words, 1);
+        pin(a[0]), pin(a[1]);
+        wgmma_fence();
+        start_part<BN>(parts[0], a[0], b);
+        if (!TWO_PARTS) {
             wgmma_wait<0>();
-            if (tile == 1 && threadIdx.x % 32 == 0) arrive(&barriers.empty[ring.stage]);
-#pragma unroll
-            for (int j = 0; j < BN / 2; j++) sums[tile][j] += part[j];
+            add(sums[0], parts[0]);
+            wgmma_fence();
         }
+        start_part<BN>(parts[TWO_PARTS], a[1], b);
         ring.advance(p.stages);
+        if (AHEAD) read(i + 1 < work.steps);
+        if (TWO_PARTS) {
+            wgmma_wait<1>();
+            add(sums[0], parts[0]);
+        }
+        wgmma_wait<0>();
+        if (threadIdx.x % 32 == 0) arrive(&barriers.empty[stage]);
+        add(sums[1], parts[TWO_PARTS]);
     }
 }
 
@@ -423,7 +456,7 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& w_map, const C
         __syncwarp();
     }
     if (threadIdx.x < CONSUMERS) {
-        if (BN > 64) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        if (wide(BN, FP8)) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         __syncthreads();
         if (FP8) wait_for_previous();  // the scales of the rows of x
         Ring ring;
@@ -440,7 +473,7 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& w_map, const C
                 store_shared<WGS, BN>(sums, p, tile, stages, work);
         }
     } else {
-        if (BN > 64) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (wide(BN, FP8)) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (loads)
             load<FP8, TRANSPOSED, WGS, BN>(w_map, x_map, p, work, stages, barriers);
         else
@@ -457,7 +490,7 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& w_map, const C
 #endif
 
 template <Values VALUES, bool FP8, bool TRANSPOSED, int WGS, int BN>
-__global__ void __launch_bounds__(threads(WGS, BN), WGS == 1 && BN <= 64 ? 2 : 1)
+__global__ void __launch_bounds__(threads(WGS, BN, FP8), WGS == 1 ? 2 : 1)
     quant_gemm(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ Shape p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char memory[];
@@ -468,12 +501,13 @@ __global__ void __launch_bounds__(threads(WGS, BN), WGS == 1 && BN <= 64 ? 2 : 1
 using Kernel = void (*)(CUtensorMap, CUtensorMap, Shape);
 struct Variant {
     bool transposed;
-    int wgs, bn, stage;
+    int wgs, bn, stage, threads;
     Kernel kernel;
 };
 template <Values VALUES, bool FP8, bool TRANSPOSED, int WGS, int BN>
 constexpr Variant variant() {
-    return {TRANSPOSED, WGS, BN, stage_bytes(WGS, BN, FP8), quant_gemm<VALUES, FP8, TRANSPOSED, WGS, BN>};
+    static_assert(WGS == 2 || !wide(BN, FP8));  // else more registers than a thread has
+    return {TRANSPOSED, WGS, BN, stage_bytes(WGS, BN, FP8), threads(WGS, BN, FP8), quant_gemm<VALUES, FP8, TRANSPOSED, WGS, BN>};
 }
 
 // How a product is cut up: tiles bm x bn, thread blocks that share a tile's k, stages, tiles at once, whether to start early.
@@ -495,7 +529,7 @@ cudaError_t launch(
         if (p.active_mask && (p.split > 1 || p.n_tiles > 1 || p.batch > 1)) return cudaErrorInvalidValue;
         const int tiles = p.m_tiles * p.batch * p.n_tiles, clusters = p.split > 1 ? tiles : std::min(cut.clusters, tiles);
         const int shared = 1024 + std::max(p.stages * v.stage, p.split > 1 ? v.bn * float_pitch(v.wgs) * 4 : 0);
-        const Launch how = {dim3(clusters * p.split), dim3(threads(v.wgs, v.bn)), cudaStream_t(stream), cut.overlap, p.split, shared};
+        const Launch how = {dim3(clusters * p.split), dim3(v.threads), cudaStream_t(stream), cut.overlap, p.split, shared};
         const auto map = [](const void* at) { return *static_cast<const CUtensorMap*>(at); };
         return start(v.kernel, how, map(w_map), map(x_map), p);
     }

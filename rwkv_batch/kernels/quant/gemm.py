@@ -16,7 +16,7 @@ from rwkv_batch.kernels.quant.rows import E4M3, Order, QuantRows
 BK = 128  # k of a stage
 HEIGHTS = (128, 256)  # weight rows of a tile
 TILES = {128: (16, 32, 64), 256: (16, 32, 64, 128)}  # rows of x of a tile, which are fp16
-FP8_TILES = {128: (64,), 256: (64, 96, 128)}  # which are e4m3
+FP8_TILES = {256: (64, 80, 96, 128)}  # which are e4m3
 FORMATS = ("int8", "fp8")
 MAX_MAPS = 4096  # descriptions of x kept; beyond that they are made anew
 MAX_CONFIGS = 6  # offered for a product
@@ -143,7 +143,7 @@ def configs(N: int, M: int, K: int, batch: int, num_sms: int, fp8: bool) -> tupl
             continue
         tiles, steps = math.ceil(M / height) * math.ceil(N / tile) * batch, math.ceil(K / BK)
         for split in (1, 2, 4, 8):
-            if split > 1 and (steps < 4 * split or tiles * split > 2 * num_sms):
+            if split > 1 and (steps < 4 * split or tiles * split > 4 * num_sms):
                 continue
             for blocks in (1, 2) if height == 128 else (1,):
                 stages = _stages(height, tile, split, math.ceil(steps / split), blocks, fp8)
