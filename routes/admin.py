@@ -11,7 +11,10 @@ from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.ipc.messages import Live
 
 LIMITS = ("max_prompts", "max_tokens_limit", "max_body_mib", "max_streams", "queue", "http_workers")
-SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "alpha_presence", "alpha_frequency", "alpha_decay")
+SAMPLING = (
+    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+    "alpha_presence", "alpha_frequency", "alpha_decay",
+)  # fmt: skip
 SHOWN = ("fingerprint", "device", "dtype", "quant", "weight_bytes", "ops", "vocab_size")
 
 

@@ -54,6 +54,20 @@ def test_stop_in_mid_stream_ends_the_row_and_the_chat_goes_on(server, url, open_
     assert page.locator(".answer").first.inner_text() == said
 
 
+def test_sampling_controls_go_into_the_request(url, open_page):
+    page = open_page(url)
+    page.get_by_text("Sampling").click()
+    for name, default, value in (("min_p", "0", "0.05"), ("repetition_penalty", "1", "1.1"), ("max_tokens", "8192", "4")):
+        page.locator(f"input[name={name}][placeholder='{default}']").fill(value)
+    page.locator("input[name=top_p]").fill("5")  # out of range: not sent
+    with page.expect_request("**/multi_state/chat/completions") as asked:
+        ask(page, "Hello!")
+    body = asked.value.post_data_json
+    assert (body["min_p"], body["repetition_penalty"], body["max_tokens"]) == (0.05, 1.1, 4)
+    assert body.keys().isdisjoint({"temperature", "top_p", "top_k"})
+    figures(page, 1)
+
+
 def test_regenerate_and_edit_branch_without_reading_again(url, open_page):
     page = open_page(url)
     ask(page, "My name is Ben.")

@@ -76,6 +76,7 @@ const WORDS = {
   system: ["System prompt", "系统提示"],
   system_hint: ["Read once, at the start of a chat", "仅在对话开始时读取一次"],
   temperature: ["temperature", "temperature"], top_p: ["top_p", "top_p"], top_k: ["top_k", "top_k"],
+  min_p: ["min_p", "min_p"], repetition_penalty: ["repetition", "repetition"],
   alpha_presence: ["presence", "presence"], alpha_frequency: ["frequency", "frequency"], alpha_decay: ["decay", "decay"],
   max_tokens: ["max_tokens", "max_tokens"], seed: ["seed", "seed"],
   tokens: ["tokens", "词元"],

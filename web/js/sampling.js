@@ -7,6 +7,8 @@ const FIELDS = [
   ["temperature", 0, 1000, 0.05],
   ["top_p", 0, 1, 0.05],
   ["top_k", -1, 65536, 1],
+  ["min_p", 0, 1, 0.01],
+  ["repetition_penalty", 0.01, 100, 0.05],
   ["alpha_presence", -100, 100, 0.1],
   ["alpha_frequency", -100, 100, 0.1],
   ["alpha_decay", 0, 1, 0.001],
