@@ -2,14 +2,15 @@
 """Speed of the engine on one GPU: decode and prefill ladders, forward alone and with sampling inside.
 
     python bench/engine.py --size 7.2b [--batches 1,8,64,320,960] [--prefill 1x1024,32x512] [--out bench/results/engine.json]
+    python bench/engine.py --size 7.2b --quant int8 --out bench/results/quant-h200.json
     python bench/engine.py --model-path M.pth
 
 Without a checkpoint the weights are random ones of a published shape whose feed-forward is as sparse as a trained model's
 (`bench/synth_checkpoint.py`). Every row has its own prompt. Decode is one CUDA graph replay a step, as in the server; the
 median of --iters replays is given, timed with events. "forward" is the graph without the sampler, "engine" the server's own
 graph with it (temperature 1, top_k 50, top_p 0.6). The roofline counts, for a step, the weights read once or the products'
-time, whichever is longer, and the state read and written once; for a prefill the products alone. A prefill runs as in the
-server: from a graph, with sampling, where it captured one so large.
+time in fp16, whichever is longer, and the state read and written once; for a prefill the products alone. A prefill runs as in
+the server: from a graph, with sampling, where it captured one so large.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from datetime import date
 from pathlib import Path
 
@@ -33,6 +35,8 @@ from rwkv_batch.kernels import compiler
 from rwkv_batch.model import checkpoint
 from rwkv_batch.model import weights as weights_module
 from rwkv_batch.model.packed_rows import CapturedRows, PackedRows
+from rwkv_batch.model.quantized import FORMATS, Quantisation
+from rwkv_batch.model.weight import Weight
 from sampling.params import SamplingParams
 
 COPY_BYTES, FLOPS = 4.29e12, 758e12  # device copy and dense fp16 product, measured on an H200
@@ -46,6 +50,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,2,4,8,16,32,64,128,256,320,512,960")
     parser.add_argument("--prefill", default="1x128,1x1024,1x4096,8x1024,32x512")
     parser.add_argument("--wkv-state", choices=("fp16", "fp32"), default="fp16")
+    parser.add_argument("--quant", choices=("none", *FORMATS), default="none", help="how the large matrices are kept")
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--out", help="write the figures to this file, beside those of other sizes already there")
     args = parser.parse_args()
@@ -67,12 +72,13 @@ class Bench:
         self.args = args
         self.device = torch.device("cuda", 0)
         name = args.model_path or f"random {args.size}"
+        quant = Quantisation("" if args.quant == "none" else args.quant)
         if args.model_path:
             tensors = checkpoint.read_file(Path(args.model_path))
         else:
             tensors = synth(args.size, device="cuda", place="cuda")
         started = time.monotonic()
-        weights = weights_module.from_tensors(tensors, name=name, dtype=torch.float16, device=self.device)
+        weights = weights_module.from_tensors(tensors, name=name, dtype=torch.float16, device=self.device, quant=quant)
         torch.cuda.synchronize()
         self.load_seconds = time.monotonic() - started
         slots = max([*batches, *(count for count, _ in prefills)])
@@ -82,7 +88,7 @@ class Bench:
             config, weights, slots, max_tokens=tokens, library=compiler.library(), graph_sizes=batches or [slots]
         )
         self.model, self.state = self.engine.model, self.engine.state
-        self.name = name
+        self.name = f"{name} {quant.format}".strip()
         generator = torch.Generator(device=self.device).manual_seed(1)
         self.tokens = torch.randint(1, 60000, (tokens,), generator=generator, device=self.device)
         params = SamplingParams(temperature=1.0, top_k=50, top_p=0.6, ignore_eos=True)
@@ -134,7 +140,7 @@ class Bench:
                 self.model.forward(tokens, rows, self.state)
 
         (seconds,) = self._medians(run)
-        flops = 2 * count * length * (sum(p.numel() for p in self._matrices()) - self.model.weights.head.values.numel())
+        flops = 2 * count * length * (self._matrices()[0] - self.model.weights.head.shape.numel())
         floor = flops / FLOPS * 1e3
         return {
             "prefill": f"{count}x{length}", "captured": captured, "ms": seconds, "tok_s": count * length / seconds * 1e3,
@@ -148,7 +154,8 @@ class Bench:
         content[self.name] = {
             "date": date.today().isoformat(), "device": torch.cuda.get_device_name(0), "torch": torch.__version__,
             "cuda": torch.version.cuda, "rwkv_batch": __version__, "kernels": compiler.Toolchain.cuda().digest("sm_90a"),
-            "wkv_state": self.args.wkv_state, "load_seconds": self.load_seconds,
+            "wkv_state": self.args.wkv_state, "quant": self.args.quant, "matrix_bytes": self._matrices()[1],
+            "load_seconds": self.load_seconds,
             "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30, "rows": rows,
         }  # fmt: skip
         file.write_text(json.dumps(content, indent=1) + "\n")
@@ -166,16 +173,20 @@ class Bench:
                 taken.append(begin.elapsed_time(end))
         return [statistics.median(taken[WARM_UP:]) for taken in times]
 
-    def _matrices(self) -> list[torch.Tensor]:
+    def _matrices(self) -> tuple[int, int]:
+        """Values of all matrices, and bytes."""
         weights = self.model.weights
-        layers = [t for layer in weights.layers for t in layer.tensors if t.dtype == torch.float16]
-        return [weights.head.values, *layers]
+        all_fields = [getattr(layer, field.name) for layer in weights.layers for field in fields(layer)]
+        large = [weights.head, *(value for value in all_fields if isinstance(value, Weight))]
+        pairs = [t for t in all_fields if isinstance(t, torch.Tensor) and t.dtype == torch.float16]
+        values = sum(weight.shape.numel() for weight in large) + sum(t.numel() for t in pairs)
+        return values, sum(weight.nbytes for weight in large) + sum(t.nbytes for t in pairs)
 
     def _decode_floor(self, batch: int) -> float:
         """Milliseconds."""
-        weights = sum(t.numel() for t in self._matrices())
+        values, weight_bytes = self._matrices()
         state = 2 * batch * (self.state.wkv[:, 0].nbytes + self.state.shift[:, :, 0].nbytes)
-        return (max(2 * weights / COPY_BYTES, 2 * batch * weights / FLOPS) + state / COPY_BYTES) * 1e3
+        return (max(weight_bytes / COPY_BYTES, 2 * batch * values / FLOPS) + state / COPY_BYTES) * 1e3
 
 
 if __name__ == "__main__":
