@@ -15,6 +15,7 @@ from rwkv_batch.config import MAX_SLOTS
 from rwkv_batch.errors import CheckpointError
 from rwkv_batch.kernels.linear import Lora
 from rwkv_batch.kernels.ops import Buffers
+from rwkv_batch.kernels.quant.many_tokens import ManyTokens
 from rwkv_batch.kernels.quant.matrix import Scratch
 from rwkv_batch.model.quantized import PLAIN, Quantisation
 from rwkv_batch.model.state import State
@@ -125,6 +126,7 @@ def kernel_bytes(shape: ModelShape, max_tokens: int, quant: Quantisation = PLAIN
     buffers = Buffers.num_bytes(shape, max_tokens=max_tokens, max_rows=SCORED_TOKENS)
     if quant.format:
         buffers += Scratch.num_bytes(shape, quant_head=quant.head)
+        buffers += ManyTokens.num_bytes(shape, quant.format, max_tokens=max_tokens)
     return buffers + shape.num_layers * Lora.num_bytes(shape) + OVERHEAD
 
 

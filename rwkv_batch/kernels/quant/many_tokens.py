@@ -8,6 +8,7 @@ FP8_CUBLAS  the same with cuBLASLt; a matrix that is stored [K, M], which it can
 import torch
 from torch import Tensor
 
+from rwkv_batch.kernels.cublaslt import WORKSPACE_BYTES
 from rwkv_batch.kernels.launch import Launcher
 from rwkv_batch.kernels.quant.cublaslt_fp8 import MatMulFp8
 from rwkv_batch.kernels.quant.gemm import FORMATS, QuantGemm, QuantGemmMatrix, leaves_mask
@@ -45,8 +46,8 @@ class ManyTokens:
 
     @staticmethod
     def num_bytes(shape: ModelShape, quant: str, *, max_tokens: int) -> int:
-        """Bytes that are allocated for quantised tokens."""
-        return max_tokens * (_row_bytes(shape) + 12) if quant == "fp8" else 0
+        """Bytes that are allocated, for quantised tokens and cuBLASLt."""
+        return max_tokens * (_row_bytes(shape) + 12) + WORKSPACE_BYTES if quant == "fp8" else 0
 
     def variants(self, num_tokens: int, matrix: QuantMatrix) -> list[Variant]:
         """Return the ways in which a product of so many tokens can be done."""
