@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """CPU speed of one random 0.1B model in fp32, beside the PyPI package `rwkv` in the same run.
 
-    python bench/cpu.py [--model-path M.pth] [--size 0.1b] [--threads N] [--out bench/results/cpu.json]
+    python bench/cpu.py [--model-path M.pth] [--size 0.1b] [--threads N] [--quant int8] [--out bench/results/cpu.json]
 
 Decode at B = 1, 2, 4, 16, 64, prefill of 512 tokens, medians; runs of the two alternate, so that a change of the machine's pace
 meets both. The share of the memory bandwidth that B = 1 reaches counts the bytes a step must read (all matrices but the rows
-of inactive feed-forward units) against a plain sum over a large array.
+of inactive feed-forward units) against a plain sum over a large array. With --quant the model in that format takes turns too.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from rwkv_batch import __version__
 from rwkv_batch.engine.build import tune_cpu, usable_cpus
 from rwkv_batch.model import weights as weights_module
 from rwkv_batch.model.packed_rows import PackedRows
+from rwkv_batch.model.quantized import FORMATS, Quantisation
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 
@@ -44,8 +45,8 @@ def timed(function) -> float:
 class Ours:
     """One decode step or prefill of this project."""
 
-    def __init__(self, path: str):
-        self.model = Model(weights_module.load(path))
+    def __init__(self, path: str, quant: str = ""):
+        self.model = Model(weights_module.load(path, quant=Quantisation(quant)))
         self.state = State(self.model.weights.shape, max(BATCHES))
         self.rows = {batch: PackedRows(list(range(batch)), [1] * batch) for batch in BATCHES}
         self.tokens = torch.randint(1, 60000, (PREFILL,), generator=torch.Generator().manual_seed(1))
@@ -102,6 +103,7 @@ def main() -> None:
     parser.add_argument("--model-path")
     parser.add_argument("--size", default="0.1b")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--quant", choices=list(FORMATS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out")
     args = parser.parse_args()
@@ -112,6 +114,7 @@ def main() -> None:
             path = f"{folder}/{args.size}.pth"
             torch.save(synth(args.size), path)
         ours, peer = Ours(path), Peer(path)
+        kinds = {"ours": ours} | ({args.quant: Ours(path, args.quant)} if args.quant else {})
     samples: dict[str, list[float]] = {}
 
     def sample(name: str, function, tokens: int, repeats: int) -> None:
@@ -120,9 +123,13 @@ def main() -> None:
     for warm in range(args.rounds + 1):
         sample("rwkv decode B=1", peer.decode, 1, 8)
         for batch in BATCHES:
-            sample(f"ours decode B={batch}", lambda batch=batch: ours.decode(batch), batch, 8 if batch == 1 else 3)
+            for name, one in kinds.items():
+                sample(
+                    f"{name} decode B={batch}", lambda one=one, batch=batch: one.decode(batch), batch, 8 if batch == 1 else 3
+                )
         sample("rwkv prefill 512", peer.prefill, PREFILL, 1)
-        sample("ours prefill 512", ours.prefill, PREFILL, 2)
+        for name, one in kinds.items():
+            sample(f"{name} prefill 512", one.prefill, PREFILL, 2)
         if warm == 0:
             samples.clear()
     rates = {name: statistics.median(values) for name, values in samples.items()}

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How many streams and chunks a second the HTTP side carries, with a fake engine of 20 ms steps behind it.
 
-    python bench/frontend.py [--streams 64,256,512] [--workers 1,2,4] [--seconds 4] [--out bench/results/frontend.json]
+    python bench/served/frontend.py [--streams 64,256,512] [--workers 1,2,4] [--seconds 4] [--out bench/results/frontend.json]
 
 Every stream gets one token each step, sent as its own chunk. The table says how many chunks a second came of those the engine
 made, the time between two chunks of a stream (20 ms when nothing is late) and the CPU of each side. Beside it, when FastAPI and
@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 STEP_MS = 20
