@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -30,7 +31,7 @@ class Snapshot:
     wkv: torch.Tensor  # [L, H, 64, 64]
     elapsed: int
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of both tensors."""
         return self.shift.nbytes + self.wkv.nbytes

@@ -285,19 +285,9 @@ class StateWriter:
         self, resident: ResidentSession, pieces: Iterable[bytes | memoryview] | None, ids: Sequence[int]
     ) -> NewVersion:
         return NewVersion(
-            *resident.key,
-            version=resident.version,
-            tokens=resident.tokens,
-            newlines=resident.newlines,
-            pieces=pieces,
-            updated=resident.updated,
-            replays=resident.replays,
-            node=resident.node,
-            response=resident.response,
-            ids=ids,
-            num_bytes=resident.num_bytes,
-            model=self._file.fingerprint,
-        )
+            *resident.key, resident.version, resident.tokens, resident.newlines, pieces, resident.updated,
+            resident.replays, resident.node, resident.response, None, ids, resident.num_bytes, self._file.fingerprint,
+        )  # fmt: skip
 
     def flush_due(self, now: float | None) -> None:
         """Write what is due, or all that is not on disk."""

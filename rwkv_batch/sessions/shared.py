@@ -33,6 +33,7 @@ class PoolLock:
 
     def __init__(self):
         self._lock = threading.RLock()
+        self.is_held: Callable[[], bool] = self._lock._is_owned  # by the calling thread
         self._bell = threading.Condition(self._lock)
 
     def __enter__(self) -> None:
@@ -40,11 +41,6 @@ class PoolLock:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-
-    def check_held(self, what: str) -> None:
-        """Raise RuntimeError unless the calling thread has the lock."""
-        if not self._lock._is_owned():
-            raise RuntimeError(f"{what} is used without the pool's lock")
 
     def ring(self) -> None:
         """Wake the storage thread."""
@@ -63,12 +59,17 @@ class Guarded(Generic[T]):
         self._name = name
 
     def __get__(self, instance: Any, owner: type) -> T:
-        instance.lock.check_held(self._name)
+        if not instance.lock.is_held():
+            raise self._untouchable()
         return instance.__dict__[self._name]
 
     def __set__(self, instance: Any, value: T) -> None:
-        instance.lock.check_held(self._name)
+        if not instance.lock.is_held():
+            raise self._untouchable()
         instance.__dict__[self._name] = value
+
+    def _untouchable(self) -> RuntimeError:
+        return RuntimeError(f"{self._name} is used without the pool's lock")
 
 
 class Load(NamedTuple):

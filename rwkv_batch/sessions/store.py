@@ -71,7 +71,7 @@ class StoredState(NamedTuple):
     models: set[str]
 
 
-@dataclass
+@dataclass(slots=True)
 class NewVersion:
     """A state to save as a new version of a session: what follows by `ids` from the state in `pieces`, or from that of another
     version, or from the empty one.
