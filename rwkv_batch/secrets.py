@@ -72,3 +72,9 @@ def add_api_key(keys: dict[str, str], *entry: str, source: str) -> None:
         keys[name] = key
     else:
         keys[name] = "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+
+
+def without_secret(url: str) -> str:
+    """A URL that can be shown: without user, password and options."""
+    scheme, mark, rest = url.partition("://")
+    return f"{scheme}{mark}{rest.partition('?')[0].rpartition('@')[2]}" if mark else "…"

@@ -12,6 +12,8 @@ Key = tuple[str, str]
 class MemoryStore:
     """Sessions as they were given, `versions` of each."""
 
+    shared = False
+
     def __init__(self, *, versions: int = 2, replay_seconds: float = 600.0, response_seconds: float = 1e9):
         self.versions = versions
         self.replay_seconds = replay_seconds

@@ -57,6 +57,8 @@ COVERED_BY = {
     "rwkv_batch/server/announce": "test_live_processes",
     "rwkv_batch/session_messages": "test_state_routes",
     "rwkv_batch/sessions": "test_state_pool",
+    "rwkv_batch/sessions/claims": "test_shared_sessions",
+    "rwkv_batch/sessions/postgres": "test_shared_sessions",
     "rwkv_batch/shipped": "test_page",
     "rwkv_batch/text/call_reader": "test_tool_calls",
     "rwkv_batch/text/chat_template": "test_openai_template",

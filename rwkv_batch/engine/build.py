@@ -52,9 +52,11 @@ from rwkv_batch.request import Failure, Progress
 from rwkv_batch.scheduling.plan import SCORED_TOKENS
 from rwkv_batch.scheduling.prefix_cache import PrefixCache
 from rwkv_batch.scheduling.scheduler import Scheduler
+from rwkv_batch.sessions import postgres
 from rwkv_batch.sessions.pool import StatePool
 from rwkv_batch.sessions.sqlite.database import SessionDatabase
 from rwkv_batch.sessions.state_file import StateFile
+from rwkv_batch.sessions.store import SessionStore
 from rwkv_batch.text.tokenizer import Tokenizer, for_vocab
 from sampling.base import GraphSampler
 from sampling.factory import make_sampler
@@ -73,6 +75,7 @@ def build_engine_loop(config: Config, deliver: Callable[[dict[bytes, list[Progre
     """Load the model of `config` and return a loop ready to run; CheckpointError or UsageError, one line, if it cannot be."""
     started = time.monotonic()
     device = choose_device(config.device)
+    store = open_store(config)
     library = find_kernels(config, device)
     dtype = choose_dtype(config, device)
     tensors, name, stored = read_model(config)
@@ -109,7 +112,7 @@ def build_engine_loop(config: Config, deliver: Callable[[dict[bytes, list[Progre
         prefixes=build_prefixes(config),
         late_draws=not on_cpu,
     )
-    sessions = build_sessions(config, weights, session_levels(config, memory, num_slots + num_spare))
+    sessions = build_sessions(config, weights, session_levels(config, memory, num_slots + num_spare), store)
     grammars = Grammars(tokenizer, weights.output_ids.tolist())
     engine_loop = EngineLoop(
         engine,
@@ -157,18 +160,28 @@ def session_levels(config: Config, memory: MemoryPlan, num_slots: int) -> dict[s
     return levels
 
 
-def build_sessions(config: Config, weights: weights_module.Weights, levels: dict[str, int]) -> StatePool:
-    """Return the pool of sessions. `levels`: as `session_levels` gives them."""
-    database = SessionDatabase(
-        config.state_db,
-        versions=config.session_versions,
-        replay_seconds=config.replay_seconds,
-        response_seconds=config.response_ttl_hours * 3600,
-        max_responses=config.max_responses,
-        max_bytes=int(config.state_db_gib * 2**30) if config.state_db_gib is not None else None,
-    )
+def open_store(config: Config) -> SessionStore:
+    """Return where sessions outlive the server, which is not connected to yet. UsageError."""
+    kept = {
+        "versions": config.session_versions,
+        "replay_seconds": config.replay_seconds,
+        "response_seconds": config.response_ttl_hours * 3600,
+        "max_responses": config.max_responses,
+    }
+    if config.state_url is not None:
+        return postgres.open_store(
+            config.state_url, config.snapshots, config.durability, lease_seconds=config.lease_seconds, **kept
+        )
+    if config.snapshots is not None:
+        raise UsageError("--snapshots: belongs to --state-url", param="snapshots")
+    max_bytes = int(config.state_db_gib * 2**30) if config.state_db_gib is not None else None
+    return SessionDatabase(config.state_db, max_bytes=max_bytes, **kept)
+
+
+def build_sessions(config: Config, weights: weights_module.Weights, levels: dict[str, int], store: SessionStore) -> StatePool:
+    """Return the pool of sessions in `store`. `levels`: as `session_levels` gives them."""
     return StatePool(
-        database,
+        store,
         StateFile(weights.fingerprint, weights.shape),
         weights.device,
         durability=config.durability,

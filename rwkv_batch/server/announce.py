@@ -3,6 +3,7 @@
 from rwkv_batch import __version__
 from rwkv_batch.config import Config
 from rwkv_batch.ipc.messages import EngineInfo
+from rwkv_batch.secrets import without_secret
 from rwkv_batch.server import lines
 
 
@@ -31,7 +32,8 @@ def announce(config: Config, info: EngineInfo) -> None:
     if config.fake_engine is None:
         l1, l2 = ("what fits" if number is None else number for number in (config.l1_sessions, config.l2_sessions))
         levels = f"{l1} in device memory, {l2} in host memory"
-        say(f"  sessions {config.state_db}, durability: {config.durability}; {levels}")
+        place = config.state_db if config.state_url is None else without_secret(config.state_url)
+        say(f"  sessions {place}, durability: {config.durability}; {levels}")
     say(
         f"  limits   {config.max_prompts} prompts and {config.max_body_mib} MiB a request, {config.queue} requests waiting, "
         f"{config.max_streams * config.http_workers} answers in progress"

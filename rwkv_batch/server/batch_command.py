@@ -61,7 +61,8 @@ def answer_file(argv: Sequence[str], environ: Mapping[str, str], program: Sequen
         config = begin(from_layers(flags, environ))
         with own_folder() as folder:
             # No session is kept, so none needs memory, and nobody else can fill the queue.
-            without_sessions = {"state_db": str(folder / "sessions.db"), "l1_sessions": 1, "l2_sessions": 0}
+            nowhere = {"state_url": None, "snapshots": None}
+            without_sessions = nowhere | {"state_db": str(folder / "sessions.db"), "l1_sessions": 1, "l2_sessions": 0}
             crashes = max(config.max_crashes, CRASHES)
             config = replace(config, queue=MAX_QUEUE, max_crashes=crashes, **without_sessions)
             return BatchSupervisor(config, folder, program, files).run()

@@ -99,7 +99,7 @@ class SessionCommands:
     def pieces_of_list(self, command: Status) -> Iterator[Page | None]:
         """Yield None after each piece of the work, and then the list."""
         namespace, responses = command.namespace, command.responses
-        l1, l2 = self._in_memory(namespace, responses)
+        l1, l2 = ([], []) if self._store.shared else self._in_memory(namespace, responses)  # others may have changed them
         names = [resident.key[1] for resident in (*l1, *l2)]
         ids = self._ids([*l1, *l2])
         num_db = self._store.count(namespace, responses=responses) - len(ids)

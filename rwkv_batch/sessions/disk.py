@@ -13,6 +13,7 @@ import msgspec
 from rwkv_batch.errors import Conflict, EngineFailed, InvalidRequest, RwkvBatchError, StorageFailed, Unprocessable
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.session_messages import CommitResult
+from rwkv_batch.sessions.claims import Claims
 from rwkv_batch.sessions.leases import Lease, LeaseManager, digest_of
 from rwkv_batch.sessions.room import Room
 from rwkv_batch.sessions.shared import GROUP_BYTES, Commit, Shared, is_number
@@ -34,12 +35,15 @@ class StateReader:
         self._store = store
         self._file = file
         self._writer = writer
+        self.claims = Claims(shared, leases, store)
 
     def load(self, lease: Lease) -> None:
         """Find the session and give the lease."""
         if lease.cancelled:
             return
         try:
+            if self._store.shared and not self.claims.take(lease):
+                return
             resident, replay = self._look_on_disk(lease)
         except RwkvBatchError as error:
             self._leases.refuse(lease, error)
@@ -64,7 +68,7 @@ class StateReader:
             replay = self._store.replay(namespace, session.name, session.key)
             if replay is not None:
                 return None, replay
-        if session.keep and session.node is not None:
+        if session.keep and session.node is not None and not self._store.shared:
             self._count_nodes(namespace, session.name)
         if self._shared.find(lease.key) is not None:
             return None, None
@@ -155,6 +159,7 @@ class StateWriter:
             good = self._write_turns(good)
         with self._shared.lock:
             for job, resident in good:
+                job.lease.claim = None  # it ended with the write
                 self._publish(job, resident)
             self._shared.totals["state_commits_total"] += len(good)
             self._shared.totals["state_commit_seconds_total"] += time.monotonic() - began
@@ -195,6 +200,9 @@ class StateWriter:
 
     def _next_node(self, dialogue: Key) -> tuple[int, Key]:
         """Take the next number; one whose session is being made by a turn of its own is passed over."""
+        if self._store.shared:
+            number = self._store.next_node(*dialogue)
+            return number, (dialogue[0], f"{dialogue[1]}:{number}")
         with self._shared.lock:
             while True:
                 number = self._shared.last_nodes[dialogue] = self._shared.last_nodes[dialogue] + 1
@@ -252,7 +260,7 @@ class StateWriter:
     def _write_turns(self, good: list[tuple[Commit, ResidentSession]]) -> list[tuple[Commit, ResidentSession]]:
         """Write them in one transaction, or one by one when that fails; return those that are on disk."""
         try:
-            self._write(lambda: [self._logged(*turn) if self._is_logged(turn[0]) else self._whole(turn[1]) for turn in good])
+            self._write(lambda: [self._new(*turn) for turn in good])
         except (RwkvBatchError, SourceLost) as error:
             if len(good) > 1:
                 return [pair for one in good for pair in self._write_turns([one])]
@@ -263,8 +271,12 @@ class StateWriter:
             return []
         return good
 
-    def _is_logged(self, job: Commit) -> bool:
-        return self._logs and job.turn is not None
+    def _new(self, job: Commit, resident: ResidentSession) -> NewVersion:
+        """What is written of a turn."""
+        is_logged = self._logs and job.turn is not None
+        new = self._logged(job, resident) if is_logged else self._whole(resident)
+        new.claim = job.lease.claim
+        return new
 
     def _logged(self, job: Commit, resident: ResidentSession) -> NewVersion:
         """The version as the ids that lead to it."""
@@ -331,7 +343,8 @@ class StateWriter:
 
     def exists(self, key: Key) -> bool:
         """Whether there is a session of this name, in memory or on disk."""
-        return self._shared.find(key) is not None or bool(self._store.ids(key[0], [key[1]]))
+        in_memory = not self._store.shared and self._shared.find(key) is not None
+        return in_memory or bool(self._store.ids(key[0], [key[1]]))
 
     def check_free(self, namespace: str, name: str) -> None:
         """Raise InvalidRequest or Conflict unless a new session can have this name."""

@@ -17,8 +17,8 @@ from rwkv_batch.errors import Conflict, NotFound, PreconditionFailed, RwkvBatchE
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Request
 from rwkv_batch.session_messages import Answer, CommitResult, Session
-from rwkv_batch.sessions.shared import Commit, Guarded, Load, Shared
-from rwkv_batch.sessions.store import Replay, SessionStore
+from rwkv_batch.sessions.shared import Commit, GiveBack, Guarded, Load, Shared
+from rwkv_batch.sessions.store import Claim, Replay, SessionStore
 from rwkv_batch.sessions.tiers import Key, ResidentSession
 from rwkv_batch.sessions.transfer import Mark
 
@@ -43,6 +43,7 @@ class Lease:
     version   of the session, 0 for a new one
     replay    the answer of an earlier turn with the same idempotency key: then there is nothing to run, only to `release`
     revoked   the session was deleted meanwhile: a commit will be refused
+    claim     of the session, where other servers may have it too
     """
 
     def __init__(self, leases: "LeaseManager", request: Request, key: Key, ready: Callable[["Lease | RwkvBatchError"], None]):
@@ -53,6 +54,7 @@ class Lease:
         self.version = 0
         self.replay: Answer | None = None
         self.revoked = False
+        self.claim: Claim | None = None
         self.ready = ready
         self.resident: ResidentSession | None = None
         self.deadline = math.inf
@@ -200,6 +202,7 @@ class LeaseManager:
             if nonfinite and self.durability == "log" and lease.resident is not None:
                 self._shared.tiers.drop(lease.key)  # what is on disk may lead to a better one
             self.granted.discard(lease)
+            self.give_back(lease)
             if lease.session.key is not None:
                 self.keys.discard(lease.replay_key)
             queue = self.turns.get(lease.key)
@@ -215,6 +218,21 @@ class LeaseManager:
                     self._begin_turns()
 
     # For the storage thread.
+
+    def is_wanted(self, lease: Lease) -> bool:
+        """Whether somebody still waits for this lease."""
+        return self.unanswered.get(lease.request.id) is lease
+
+    def wait_elsewhere(self, lease: Lease) -> None:
+        """Another server has the session of this lease, whose turn it is: it waits as others wait here."""
+        if lease.deadline == math.inf:
+            self._wait(lease)
+
+    def give_back(self, lease: Lease) -> None:
+        """Let other servers have the session, unless the turn was written."""
+        claim, lease.claim = lease.claim, None
+        if claim is not None:
+            self._shared.enqueue(GiveBack(claim))
 
     def is_busy(self, key: Key) -> bool:
         """Whether a turn that will replace the session's state runs or waits."""
@@ -308,7 +326,7 @@ class LeaseManager:
         in_memory = session.key is None or self._fresh_replay(lease.replay_key) is not None
         numbered = session.node is None or not session.keep or dialogue in self._shared.last_nodes
         resident = self._shared.tiers.find(lease.key)
-        if resident is not None and in_memory and numbered:
+        if resident is not None and in_memory and numbered and not self._store.shared:
             self._grant(lease, resident)
         else:
             self._shared.enqueue(Load(lease))
@@ -366,7 +384,9 @@ class LeaseManager:
                 self._grant(lease, whole)
 
     def _fresh_replay(self, key: ReplayKey) -> Replay | None:
-        """The answer in memory for an idempotency key, if it is to be given again."""
+        """The answer in memory for an idempotency key, if it is to be given again; others may have deleted its session."""
+        if self._store.shared:
+            return None
         replay = self.replays.get(key)
         return replay if replay is not None and replay.created > self._store.now() - self._store.replay_seconds else None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 from rwkv_batch.errors import RwkvBatchError, StorageFailed, Unavailable
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.session_messages import Answer, CommitResult, Deleted, Page, SessionCommand
+from rwkv_batch.sessions.store import Claim
 from rwkv_batch.sessions.tiers import Key, ResidentSession, Tiers
 from rwkv_batch.sessions.transfer import Copies, Mark
 
@@ -95,6 +96,12 @@ class Commit(NamedTuple):
     written: Mark | None
 
 
+class GiveBack(NamedTuple):
+    """A turn of a session in a shared store ended without being written."""
+
+    claim: Claim
+
+
 class Execute(NamedTuple):
     """Carry out a command of the state routes."""
 
@@ -127,7 +134,7 @@ class Call(NamedTuple):
     work: Callable[[], None]
 
 
-Job = Load | Commit | Execute | Listing | Demote | Flush | Call
+Job = Load | Commit | GiveBack | Execute | Listing | Demote | Flush | Call
 
 
 class JobQueue:

@@ -22,6 +22,7 @@ log = logging.getLogger("rwkv_batch.session_messages")
 REST = 3  # without a rate, the disk rests so many times as long as a piece took
 URGENT = 8  # times the lag at which a snapshot is wanted: from there on nothing rests
 RETRY_SECONDS = 10.0  # after the disk took none
+UPLOAD_SECONDS = 0.05  # until it is looked again whether the last one has arrived
 
 
 @dataclass
@@ -55,6 +56,9 @@ class SnapshotWriter:
         """Write one piece, if it is time to."""
         began = time.monotonic()
         if began < self._next_time:
+            return
+        if self._store.shared and self._store.is_uploading:
+            self._next_time = began + UPLOAD_SECONDS
             return
         try:
             num_bytes = self._write_piece()

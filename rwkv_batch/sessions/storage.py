@@ -10,7 +10,7 @@ from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.sessions.commands import SessionCommands
 from rwkv_batch.sessions.disk import StateReader, StateWriter
 from rwkv_batch.sessions.leases import LeaseManager
-from rwkv_batch.sessions.shared import Call, Commit, Demote, Execute, Flush, Job, Listing, Load, Shared
+from rwkv_batch.sessions.shared import Call, Commit, Demote, Execute, Flush, GiveBack, Job, Listing, Load, Shared
 from rwkv_batch.sessions.snapshots import SnapshotWriter
 from rwkv_batch.sessions.store import SessionStore
 from rwkv_batch.sessions.tiers import ResidentSession
@@ -75,6 +75,7 @@ class StorageThread:
                     log.exception("the storage thread could not do its work")
             self._writer.flush_due(time.monotonic())
             self._snapshots.go_on()
+            self._reader.claims.go_on()
             with shared.lock:
                 waiting, resting = len(shared.jobs) > 0, self._snapshots.next_time() < math.inf
             self._store.tidy(waiting=waiting, idle=not woken and not resting)
@@ -92,7 +93,8 @@ class StorageThread:
         """When there is something to do next, on the clock of time.monotonic."""
         at_once = self._shared.durability in ("log", "turn")
         dues = [] if at_once else [resident.due for resident in self._shared.tiers.unwritten()]
-        return min(self._leases.first_deadline(), self._snapshots.next_time(), min(dues, default=math.inf))
+        dues += [self._leases.first_deadline(), self._snapshots.next_time(), self._reader.claims.next_time()]
+        return min(dues)
 
     def _work(self, jobs: list[Job]) -> None:
         match jobs[0]:
@@ -100,6 +102,8 @@ class StorageThread:
                 self._reader.load(lease)
             case Commit():
                 self._writer.commit(jobs)
+            case GiveBack(claim):
+                self._store.let_go(claim)
             case Execute():
                 self._commands.execute(jobs[0])
             case Listing():

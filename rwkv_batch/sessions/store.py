@@ -56,6 +56,21 @@ class Source(NamedTuple):
     updated: float
 
 
+class Claim(NamedTuple):
+    """A session of a store that several servers use, taken for a turn; it ends when the turn is written, or is let go.
+
+    session  its id
+    epoch    which claim of this session it is: a later one ends it
+    version  at which the session is, 0 when there is none yet
+    updated  when that version was made
+    """
+
+    session: int
+    epoch: int
+    version: int
+    updated: float
+
+
 class SourceLost(Exception):
     """The version that a turn went on from is not kept any more, or damaged: its own state has to be written whole."""
 
@@ -80,6 +95,7 @@ class NewVersion:
     source     then: the version whose state it is, None being the empty one
     num_bytes  then: of a whole state
     model      the fingerprint of the model that reads the ids
+    claim      of the turn that made it, where the store is shared
     node       (dialogue, number) when it is a new node of one
     response   whether a new session is the state of an answer of the Responses API, which is forgotten some day
     """
@@ -98,6 +114,7 @@ class NewVersion:
     ids: Sequence[int] = ()
     num_bytes: int = 0
     model: str = ""
+    claim: Claim | None = None
 
 
 class SessionStore(Protocol):
@@ -105,12 +122,14 @@ class SessionStore(Protocol):
 
     replay_seconds    how long answers are kept for their idempotency keys
     response_seconds  how long the states of responses are kept
+    shared            whether other servers use it too: then it is a `SharedStore`
     Every method but `now` and `close` raises StorageFailed when the store does not work, StorageFull when it has no room, and
     Unavailable when another server has it; those that read one session raise Unprocessable when what is said of it is damaged.
     """
 
     replay_seconds: float
     response_seconds: float
+    shared: bool
 
     def now(self) -> float:
         """Epoch seconds that no change of the clock makes jump while the server runs."""
@@ -196,3 +215,22 @@ class SessionStore(Protocol):
 
     def close(self) -> None:
         """Let go of it; the next call opens it again."""
+
+
+class SharedStore(SessionStore, Protocol):
+    """A store that other servers use too. A turn needs a claim, and what others wrote meanwhile is not overwritten.
+
+    is_uploading  whether a whole state is on its way, so that another one should wait
+    `write` raises Conflict when a claim has ended, or a new session is there already; `finish_draft` may do its work later.
+    """
+
+    is_uploading: bool
+
+    def claim(self, namespace: str, name: str) -> Claim | None:
+        """Take a session, or a name without one, for a turn; None while another server that is alive has it."""
+
+    def let_go(self, claim: Claim) -> None:
+        """The turn wrote nothing: others may have the session."""
+
+    def next_node(self, namespace: str, name: str) -> int:
+        """Take the next number of a dialogue's nodes, which nobody else gets."""

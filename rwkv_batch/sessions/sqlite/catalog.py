@@ -26,6 +26,8 @@ _LIST = (
 class SessionCatalog:
     """Reads the file. See `SessionDatabase`."""
 
+    shared = False
+
     def __init__(self, file: DatabaseFile, *, replay_seconds: float, response_seconds: float):
         self.file = file
         self.replay_seconds = replay_seconds
