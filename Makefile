@@ -12,7 +12,7 @@ help:
 	@echo "make serve [ARGS='--model-path M.pth --password P']   serve a model"
 	@echo "make test          lint and run the tests that need no GPU (minutes)"
 	@echo "make test-web      drive the page in a browser (skipped by name where chromium is not installed)"
-	@echo "make test-lm-eval  compare lm-evaluation-harness, in an environment of its own, with the model in this process"
+	@echo "make test-lm-eval  compare lm-evaluation-harness with the model in this process, and try instructor, in an environment of their own"
 	@echo "make test-long     run them with their full counts and write test/results/long.txt"
 	@echo "make bench         measure this machine's CPU against the PyPI package rwkv"
 	@echo "make plots         draw the figures of bench/results as docs/img/plot-*.svg"

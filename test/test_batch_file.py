@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routes.http.replies import Response
-from routes.offline import answer_file, pipeline, request_file
+from routes.offline import answer_file, pipeline, process, request_file
 from routes.offline.answer_file import AnswerFile, answered, unanswered
 from routes.offline.pipeline import MORE_ROWS, ROWS_PER_SLOT, Pipeline
 from routes.offline.request_file import ENVELOPE_BYTES, RequestFile, UnusableLine, check_body, id_of, read_call
@@ -178,6 +178,16 @@ def test_a_file_of_something_else_stays_as_it_is(resume, tmp_path, content, why)
     assert (tmp_path / "out.jsonl").read_bytes() == content
 
 
+def test_files_of_another_batch_end_the_process_before_it_asks_the_engine(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(process, "beat", lambda control: None)
+    (tmp_path / "in").write_bytes(request_line("a"))
+    (tmp_path / "out").write_text("my thesis\n")
+    birth = SimpleNamespace(arguments=[str(tmp_path / "in"), str(tmp_path / "out")])
+    assert process.run(SimpleNamespace(birth=birth, config=CONFIG, report=lambda event: None)) == 2
+    assert "something else" in capsys.readouterr().err
+    assert (tmp_path / "out").read_text() == "my thesis\n"
+
+
 def test_two_commands_cannot_write_one_file(tmp_path, monkeypatch):
     monkeypatch.setattr(answer_file, "LOCK_SECONDS", 0.0)
     first = AnswerFile(tmp_path / "out")
@@ -241,7 +251,7 @@ def test_one_slow_line_holds_up_the_others_only_when_the_window_is_full(tmp_path
         begun = -1
         while begun != app.begun or not begun:
             begun = app.begun
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(0.1)
         assert answers.num_lines == 0
         app.first.set()
         assert await running

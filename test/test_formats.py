@@ -136,7 +136,7 @@ VALUES = st.recursive(
 
 
 @given(st.sampled_from(sorted(FormatFields.model_fields)), VALUES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 def test_anything_is_a_grammar_or_refused(name, value):
     with contextlib.suppress(InvalidRequest):
         found = wanted(**{name: value})

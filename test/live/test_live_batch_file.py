@@ -102,15 +102,6 @@ def test_killed_again_and_again_it_loses_and_doubles_nothing(tmp_path, number):
     assert f"in the file {number:,} answers, 3 errors" in batch.output
 
 
-def test_files_of_another_batch_are_refused(tmp_path):
-    write_requests(tmp_path, 1, {})
-    (tmp_path / "out.jsonl").write_text("my thesis\n")
-    batch = BatchProcess(tmp_path)
-    assert batch.finish() == 2
-    assert "something else" in batch.output
-    assert (tmp_path / "out.jsonl").read_text() == "my thesis\n"
-
-
 def test_a_line_that_ends_the_engine_is_found_and_the_others_are_answered(tmp_path):
     number, poisoned = 45, (7, 30)
     bad = {index: json.dumps({**request_of(0), "body": {"messages": [{"content": "@"}]}}).encode() for index in poisoned}

@@ -1,5 +1,5 @@
 """lm-evaluation-harness against a live server: its numbers are those of the model in this process. Run by `make test-lm-eval`,
-which has the harness in an environment of its own; LM_EVAL names its program.
+which has the harness in an environment of its own, and instructor with it; LM_EVAL names the harness's program.
 """
 
 import json
@@ -169,3 +169,12 @@ def test_chats_are_answered_greedily(demo_server, folder, scorer, mode):
         said = Turn("user", f"English: {sample['doc']['english']}\n\nChinese:")
         prompt = prompts.conversation([said], prompts.chat_tail(think=False))
         assert sample["resps"][0][0] == scorer.greedy(prompt, 24).partition("\n")[0]
+
+
+def test_instructor_gets_what_it_asks_for(demo_server):
+    if not shutil.which(LM_EVAL):
+        pytest.skip("instructor is not installed; make test-lm-eval does that")
+    python = Path(shutil.which(LM_EVAL)).with_name("python")
+    command = [str(python), str(ROOT / "test" / "live" / "instructor_check.py"), f"http://127.0.0.1:{demo_server.port}/v1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("right\n"), done.stderr[-4000:]

@@ -257,19 +257,8 @@ def check_pydantic_ai(target: Target) -> None:
             assert isinstance(found.output, GetWeather)
 
 
-def check_instructor(target: Target) -> None:
-    """Its modes that ask the server for structure."""
-    needs("instructor")
-    import instructor
-
-    for mode in (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA):
-        client = instructor.from_openai(target.client(), mode=mode)
-        found = client.chat.completions.create(response_model=GetWeather, messages=HELLO, max_retries=0, **LIMIT)
-        assert isinstance(found, GetWeather), mode
-
-
 CHECKS = [
     check_sdk_tools, check_sdk_tools_streamed, check_sdk_parse, check_tool_loop, check_older_functions,
     check_sdk_responses_tools, check_hostile_tools,
 ]  # fmt: skip
-LONG = [check_langchain_tools, check_pydantic_ai, check_instructor]
+LONG = [check_langchain_tools, check_pydantic_ai]
