@@ -14,6 +14,8 @@ import pydantic
 class Weather(pydantic.BaseModel):
     """How it is outside."""
 
+    model_config = pydantic.ConfigDict(extra="forbid")  # or the model goes on with properties of its own
+
     city: str = pydantic.Field(max_length=20)
     unit: Literal["celsius", "fahrenheit"]
     days: int = pydantic.Field(ge=1, le=9)
