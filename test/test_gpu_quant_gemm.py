@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rwkv_batch.kernels.gemm import TileConfig
-from rwkv_batch.kernels.quant.gemm import FP8_TILES, TILES, configs
+from rwkv_batch.kernels.quant.gemm import FP8_TILES, MAX_CLUSTER, TILES, configs
 from rwkv_batch.kernels.quant.matrix import QuantMatrix
 from rwkv_batch.kernels.quant.rows import Order, QuantRows
 from rwkv_batch.model.weight import Weight
@@ -171,8 +171,10 @@ def test_every_config(gemm, quantiser, transposed, format, rows):
     for height, tiles in (FP8_TILES if rows else TILES).items():
         for tile in tiles:
             for split in (1, 2, 4, 8):
-                for stages, clusters in ((3, 1), (3, 3), (2, 100)):
-                    config = TileConfig(height, tile, split, stages, clusters)
+                for stages, clusters, cast in ((3, 1, 1), (3, 3, 1), (2, 100, 1), (3, 1, 2), (3, 100, 2), (3, 2, 4)):
+                    if cast > 1 and (not rows or split * cast > MAX_CLUSTER):
+                        continue
+                    config = TileConfig(height, tile, split, stages, clusters, cast)
                     out = multiply(gemm, x.given, handle, config=config)
                     assert relative_error(out, reference) < FP8_ERROR, config
                     assert torch.equal(out, multiply(gemm, x.given, handle, config=config)), config

@@ -315,7 +315,7 @@ def test_products_of_8_bit_matrices(monkeypatch, quant, num_tokens):
                 assert names[:2] == ["rwkv_quantise_rows", "cublas" if by_library else "rwkv_quant_gemm_fp8_fp8"]
             squared = [note for note in notes if note[0] == "rwkv_relu_square"]
             squared += [note for note in notes if note[0] == "rwkv_quantise_rows" and note[-2]]
-            squared += [note for note in notes if note[0].startswith("rwkv_quant_gemm") and note[-7]]
+            squared += [note for note in notes if note[0].startswith("rwkv_quant_gemm") and note[-8]]
             assert len(squared) == 1, notes
             assert late == (squared[0][0] == "rwkv_quantise_rows")
     expected = {Method.QUANT_GEMM}

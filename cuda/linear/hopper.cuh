@@ -39,6 +39,10 @@ __device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
 __device__ __forceinline__ void arrive_relaxed_at(uint64_t* barrier, int rank) {
     asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_address(barrier, rank)) : "memory");
 }
+// The same, after what this thread read.
+__device__ __forceinline__ void arrive_at(uint64_t* barrier, int rank) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_address(barrier, rank)) : "memory");
+}
 // Copy neighbouring bytes of weights, a multiple of 16, into shared memory; they count towards `barrier`.
 __device__ __forceinline__ void copy_row(void* to, const void* from, int bytes, uint64_t* barrier) {
     asm volatile(
@@ -76,6 +80,18 @@ __device__ __forceinline__ void copy_box(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
         "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(to)),
         "l"(&map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy)
+        : "memory");
+}
+
+// Copy the box to the same place of the thread blocks of the cluster that `mask` has bits for; its bytes count towards the barrier
+// of each that lies where `barrier` does.
+__device__ __forceinline__ void copy_box_to_all(
+    void* to, const CUtensorMap& map, uint64_t* barrier, uint64_t policy, int c0, int c1, int c2, uint16_t mask
+) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], "
+        "[%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "h"(mask), "l"(policy)
         : "memory");
 }
 

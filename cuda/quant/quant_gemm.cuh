@@ -14,8 +14,10 @@
 // - its results for a row of x are neighbours, 8 bytes of fp16.
 // e4m3 rows of x have the values of k that a lane needs at once together: stored[16 s + 4 q + j] = x[16 s + 2 q + {0, 1, 8, 9}[j]].
 //
-// Where there are too few tiles for the device, a cluster of `split` thread blocks shares a tile, each summing a part of k; then
-// each adds all sums for its part of the rows of x in the order of k. A row's result depends on neither its position nor the
+// Where there are too few tiles for the device, `split` thread blocks of a cluster share a tile, each summing a part of k; then
+// each adds all sums for its part of the rows of x in the order of k. `cast` thread blocks of a cluster have the same weights and
+// neighbouring rows of x: each fetches a part of the weights for all of them, since the L2 cache is not fast enough for more rows
+// of x if each fetches all. A row's result depends on neither its position nor the
 // other rows, nor on how many there are while `split` stays the same.
 #pragma once
 
@@ -28,8 +30,9 @@ namespace {
 
 constexpr int BK = 128;  // k of a stage: bytes of a row of weights
 constexpr int GROUP_ROWS = 128, GROUP_BYTES = GROUP_ROWS * BK;  // weight rows of a warpgroup, and their bytes of a stage
+constexpr int BOX_ROWS = 64, BOX_BYTES = BOX_ROWS * BK;         // of weights that one copy takes: half of those
 constexpr int MAX_STAGES = 16;
-constexpr int MAX_SPLIT = 8;  // thread blocks of a cluster on every device
+constexpr int MAX_CLUSTER = 8;  // thread blocks of a cluster on every device
 constexpr int BAND = 8;       // tiles of rows of x that go with all weights before the next: they stay in the L2 cache
 
 enum Values : int { INT8_VALUES, E4M3_VALUES };
@@ -39,7 +42,7 @@ struct Shape {
     const float* scales;       // [batch, M] of weight rows
     const float* token_scales;  // [batch, N] of rows of x, where they are e4m3
     uint32_t* active_mask;     // [M / 32] or null: bit i of word w says whether weight row 32 w + i has a result that is not zero
-    int N, M, width, k_blocks, m_tiles, n_tiles, batch, split, log_split, stages;
+    int N, M, width, k_blocks, m_tiles, n_tiles, batch, split, log_split, cast, log_cast, stages;  // n_tiles: `cast` at once
     int activation;
 };
 
@@ -63,12 +66,14 @@ __device__ __forceinline__ uint32_t finish(float a, float b, int activation) {
     return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// A thread block's part of the work: every `stride`-th tile from `first`, k blocks k0 to k0 + steps - 1 of each.
+// A thread block's part of the work: every `stride`-th tile from `first`, k blocks k0 to k0 + steps - 1 of each; of `cast`
+// neighbouring ones the one with this number.
 struct Work {
-    int part, first, stride, tiles, k0, steps;
+    int part, first, stride, tiles, k0, steps, number;
     __device__ explicit Work(const Shape& p) {
-        part = blockIdx.x & (p.split - 1);
-        first = blockIdx.x >> p.log_split, stride = gridDim.x >> p.log_split;
+        const int log_cluster = p.log_split + p.log_cast;
+        number = blockIdx.x & (p.cast - 1), part = blockIdx.x >> p.log_cast & (p.split - 1);
+        first = blockIdx.x >> log_cluster, stride = gridDim.x >> log_cluster;
         tiles = p.m_tiles * p.batch * p.n_tiles;
         k0 = part * p.k_blocks >> p.log_split;
         steps = ((part + 1) * p.k_blocks >> p.log_split) - k0;
@@ -76,13 +81,14 @@ struct Work {
 };
 struct Tile {
     int m, n = 0, plane = 0;  // first weight row, first row of x, and which of the matrices
-    __device__ Tile(int tile, const Shape& p, int bm, int bn) {
+    __device__ Tile(int tile, const Shape& p, const Work& work, int bm, int bn) {
         if (p.n_tiles > 1) {
             const int of_band = BAND * p.m_tiles * p.batch, first = tile / of_band * BAND;
             const int breadth = min(BAND, p.n_tiles - first);
             tile %= of_band;
-            n = (first + tile % breadth) * bn, tile /= breadth;
+            n = first + tile % breadth, tile /= breadth;
         }
+        n = (n * p.cast + work.number) * bn;
         if (p.batch > 1) plane = tile / p.m_tiles, tile %= p.m_tiles;
         m = tile * bm;
     }
@@ -109,11 +115,19 @@ __device__ __forceinline__ void load(
     auto load_w = [&](int stage, const Tile& tile, int k) {
         expect_bytes(&barriers.full[stage], STAGE);
         char* to = stages + stage * STAGE;
+        const int boxes = WGS * 2 >> p.log_cast;  // this thread block's
 #pragma unroll
-        for (int group = 0; group < WGS; group++) {
-            const int m = tile.m + group * GROUP_ROWS;
-            copy_box(to + group * GROUP_BYTES, w_map, &barriers.full[stage], w_policy, TRANSPOSED ? m : k * BK,
-                     TRANSPOSED ? k * BK : m, tile.plane);
+        for (int i = 0; i < WGS * 2; i++) {
+            if (i >= boxes) break;
+            const int box = work.number * boxes + i;
+            const int m = TRANSPOSED ? tile.m + box / 2 * GROUP_ROWS : tile.m + box * BOX_ROWS;
+            const int from_k = TRANSPOSED ? k * BK + box % 2 * BOX_ROWS : k * BK;
+            if (!FP8 || p.cast == 1)
+                copy_box(to + box * BOX_BYTES, w_map, &barriers.full[stage], w_policy, TRANSPOSED ? m : from_k,
+                         TRANSPOSED ? from_k : m, tile.plane);
+            else
+                copy_box_to_all(to + box * BOX_BYTES, w_map, &barriers.full[stage], w_policy, TRANSPOSED ? m : from_k,
+                                TRANSPOSED ? from_k : m, tile.plane, ((1 << p.cast) - 1) << work.part * p.cast);
         }
     };
     auto load_x = [&](int stage, const Tile& tile, int k) {
@@ -125,7 +139,8 @@ __device__ __forceinline__ void load(
     };
     const bool leads = threadIdx.x % 32 == 0;
     const int early = min(p.stages, work.steps);
-    const Tile first(work.first, p, WGS * GROUP_ROWS, BN);
+    const Tile first(work.first, p, work, WGS * GROUP_ROWS, BN);
+    if (p.cast > 1) cluster_wait();  // the others have begun, and what they have of barriers is there
 #pragma unroll 1
     for (int i = 0; leads && i < early; i++) load_w(i, first, work.k0 + i);
     // The next kernel may ask for its weights when all of this one's are asked for.
@@ -140,7 +155,7 @@ __device__ __forceinline__ void load(
 
         Ring ring{early % p.stages, early / p.stages};
         for (int t = work.first; t < work.tiles; t += work.stride) {
-            const Tile tile(t, p, WGS * GROUP_ROWS, BN);
+            const Tile tile(t, p, work, WGS * GROUP_ROWS, BN);
 #pragma unroll 1
             for (int i = t == work.first ? early : 0; i < work.steps; i++) {
                 wait(&barriers.empty[ring.stage], ring.parity ^ 1);
@@ -152,6 +167,17 @@ __device__ __forceinline__ void load(
         if (!all) release_next();
     }
     __syncwarp();
+}
+
+// A warp has read a stage.
+template <bool FP8>
+__device__ __forceinline__ void release(Barriers& barriers, int stage, const Shape& p, const Work& work) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (FP8) {
+        if (lane < p.cast) arrive_at(&barriers.empty[stage], work.part * p.cast + lane);
+    } else {
+        if (lane == 0) arrive(&barriers.empty[stage]);
+    }
 }
 
 __device__ __forceinline__ uint4 read16(uint32_t at) {
@@ -254,9 +280,6 @@ __device__ __forceinline__ void accumulate_fp16(
 ) {
     constexpr int STAGE = stage_bytes(WGS, BN, false);
     const int group = threadIdx.x / 128;
-    auto release = [&](int stage) {
-        if (threadIdx.x % 32 == 0) arrive(&barriers.empty[stage]);
-    };
     uint32_t a[2][4][2][4];
     int last = 0;
 #pragma unroll 1
@@ -269,7 +292,7 @@ __device__ __forceinline__ void accumulate_fp16(
             uint32_t words[16];
             read_weights<TRANSPOSED>(words, stage + group * GROUP_BYTES, half);
             wgmma_wait<1>();
-            if (half == 1 && i > 0) release(last);
+            if (half == 1 && i > 0) release<false>(barriers, last, p, work);
             convert<VALUES, TRANSPOSED>(a[half], words);
             wgmma_fence();
 #pragma unroll
@@ -283,7 +306,7 @@ __device__ __forceinline__ void accumulate_fp16(
         ring.advance(p.stages);
     }
     wgmma_wait<0>();
-    release(last);
+    release<false>(barriers, last, p, work);
 }
 
 // Nothing that makes or takes these values moves over this place: no instruction, but the compiler is held to the order that
@@ -350,7 +373,7 @@ __device__ __forceinline__ void accumulate_e4m3(
             add(sums[0], parts[0]);
         }
         wgmma_wait<0>();
-        if (threadIdx.x % 32 == 0) arrive(&barriers.empty[stage]);
+        release<true>(barriers, stage, p, work);
         add(sums[1], parts[TWO_PARTS]);
     }
 }
@@ -400,7 +423,7 @@ __device__ __forceinline__ void store(const float (&sums)[2][BN / 2], const Shap
 }
 
 // Add the sums of the blocks that split k, in its order, and write them: each block an equal part of the rows of x. This block's
-// sums go where the stages were. Threads that hold no sums take part in the two meetings of the cluster.
+// sums go where the stages were. Threads that hold no sums take part in the cluster's meeting.
 template <int WGS, int BN>
 __device__ __forceinline__ void store_shared(
     const float (&sums)[2][BN / 2], const Shape& p, const Tile& tile, char* stages, const Work& work
@@ -428,16 +451,13 @@ __device__ __forceinline__ void store_shared(
         if (row >= p.N || rows.m >= p.width) break;
         float4 sum{};
 #pragma unroll
-        for (int part = 0; part < MAX_SPLIT; part++) {
+        for (int part = 0; part < MAX_CLUSTER; part++) {
             if (part >= p.split) break;
-            const float4 v = *reinterpret_cast<const float4*>(remote(own, part) + of_tile * PITCH + thread % WIDTH * 4);
+            const float4 v = *reinterpret_cast<const float4*>(remote(own, part * p.cast + work.number) + of_tile * PITCH + thread % WIDTH * 4);
             sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
         }
         rows.write(p, tile, row, sum.x, sum.y, sum.z, sum.w);
     }
-    __syncwarp();
-    cluster_arrive_relaxed();  // this block's memory is read until all have got their sums
-    cluster_wait();
 }
 
 // All tiles of one thread block.
@@ -451,12 +471,14 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& w_map, const C
     const bool loads = threadIdx.x / 32 == CONSUMERS / 32;
     if (loads) {
         const int lane = threadIdx.x % 32;
-        if (lane < p.stages) init_barrier(&barriers.full[lane], 1), init_barrier(&barriers.empty[lane], CONSUMERS / 32);
+        if (lane < p.stages) init_barrier(&barriers.full[lane], 1), init_barrier(&barriers.empty[lane], CONSUMERS / 32 * p.cast);
         publish_barriers();
         __syncwarp();
     }
+    if (p.cast > 1) cluster_arrive_release();
     if (threadIdx.x < CONSUMERS) {
-        if (wide(BN, FP8)) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        if (wide(BN, FP8)) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        if (p.cast > 1) cluster_wait();
         __syncthreads();
         if (FP8) wait_for_previous();  // the scales of the rows of x
         Ring ring;
@@ -466,24 +488,29 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& w_map, const C
                 accumulate_e4m3<TRANSPOSED, WGS, BN>(sums, p, work, stages, barriers, ring);
             else
                 accumulate_fp16<VALUES, TRANSPOSED, WGS, BN>(sums, p, work, stages, barriers, ring);
-            const Tile tile(t, p, WGS * GROUP_ROWS, BN);
+            const Tile tile(t, p, work, WGS * GROUP_ROWS, BN);
             if (p.split == 1)
                 store<BN>(sums, p, tile);
             else
                 store_shared<WGS, BN>(sums, p, tile, stages, work);
         }
     } else {
-        if (wide(BN, FP8)) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (loads)
+        if (wide(BN, FP8)) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (loads) {
             load<FP8, TRANSPOSED, WGS, BN>(w_map, x_map, p, work, stages, barriers);
-        else
+        } else {
+            if (p.cast > 1) cluster_wait();
             __syncthreads();
-        if (p.split > 1) {
+        }
+        if (p.split > 1) {  // as in store_shared
             cluster_arrive_release();
             cluster_wait();
-            cluster_arrive_relaxed();
-            cluster_wait();
         }
+    }
+    if (p.split * p.cast > 1) {  // this block's memory is read, and its barriers are arrived at, until all have come here
+        __syncwarp();
+        cluster_arrive_relaxed();
+        cluster_wait();
     }
 }
 
@@ -501,35 +528,38 @@ __global__ void __launch_bounds__(threads(WGS, BN, FP8), WGS == 1 ? 2 : 1)
 using Kernel = void (*)(CUtensorMap, CUtensorMap, Shape);
 struct Variant {
     bool transposed;
-    int wgs, bn, stage, threads;
+    int wgs, bn, stage, threads, most_cast;
     Kernel kernel;
 };
 template <Values VALUES, bool FP8, bool TRANSPOSED, int WGS, int BN>
 constexpr Variant variant() {
     static_assert(WGS == 2 || !wide(BN, FP8));  // else more registers than a thread has
-    return {TRANSPOSED, WGS, BN, stage_bytes(WGS, BN, FP8), threads(WGS, BN, FP8), quant_gemm<VALUES, FP8, TRANSPOSED, WGS, BN>};
+    return {TRANSPOSED, WGS, BN, stage_bytes(WGS, BN, FP8), threads(WGS, BN, FP8), FP8 ? 2 * WGS : 1, quant_gemm<VALUES, FP8, TRANSPOSED, WGS, BN>};
 }
 
-// How a product is cut up: tiles bm x bn, thread blocks that share a tile's k, stages, tiles at once, whether to start early.
+// How a product is cut up: tiles bm x bn; see the top of the file; how many clusters at most; whether to start early.
 struct Cut {
-    int bm, bn, split, stages, clusters, overlap;
+    int bm, bn, split, stages, clusters, cast, overlap;
 };
 
 template <int COUNT>
 cudaError_t launch(
     const Variant (&variants)[COUNT], const void* w_map, const void* x_map, Shape p, int K, bool transposed, const Cut& cut, void* stream
 ) {
-    p.split = cut.split, p.stages = cut.stages, p.k_blocks = (K + BK - 1) / BK;
-    p.log_split = cut.split >= MAX_SPLIT ? 3 : cut.split / 2;  // of 1, 2, 4, 8
+    const auto log = [](int power) { return power >= 8 ? 3 : power / 2; };  // of 1, 2, 4, 8
+    p.split = cut.split, p.log_split = log(p.split), p.cast = cut.cast, p.log_cast = log(p.cast);
+    p.stages = cut.stages, p.k_blocks = (K + BK - 1) / BK;
     if (p.N < 1 || p.M < 1 || K % 64 || p.k_blocks < p.split || p.split != 1 << p.log_split) return cudaErrorInvalidValue;
+    if (p.cast != 1 << p.log_cast || p.split * p.cast > MAX_CLUSTER) return cudaErrorInvalidValue;
     if (p.width < p.M || p.width % 8 || cut.clusters < 1 || p.stages < 2 || p.stages > MAX_STAGES) return cudaErrorInvalidValue;
     for (const Variant& v : variants) {
-        if (v.transposed != transposed || v.wgs * GROUP_ROWS != cut.bm || v.bn != cut.bn) continue;
-        p.m_tiles = (p.width + cut.bm - 1) / cut.bm, p.n_tiles = (p.N + v.bn - 1) / v.bn;
-        if (p.active_mask && (p.split > 1 || p.n_tiles > 1 || p.batch > 1)) return cudaErrorInvalidValue;
+        if (v.transposed != transposed || v.wgs * GROUP_ROWS != cut.bm || v.bn != cut.bn || cut.cast > v.most_cast) continue;
+        p.m_tiles = (p.width + cut.bm - 1) / cut.bm, p.n_tiles = (p.N + v.bn * p.cast - 1) / (v.bn * p.cast);
+        if (p.active_mask && (p.split > 1 || p.cast > 1 || p.n_tiles > 1 || p.batch > 1)) return cudaErrorInvalidValue;
         const int tiles = p.m_tiles * p.batch * p.n_tiles, clusters = p.split > 1 ? tiles : std::min(cut.clusters, tiles);
         const int shared = 1024 + std::max(p.stages * v.stage, p.split > 1 ? v.bn * float_pitch(v.wgs) * 4 : 0);
-        const Launch how = {dim3(clusters * p.split), dim3(v.threads), cudaStream_t(stream), cut.overlap, p.split, shared};
+        const int cluster = p.split * p.cast;
+        const Launch how = {dim3(clusters * cluster), dim3(v.threads), cudaStream_t(stream), cut.overlap, cluster, shared};
         const auto map = [](const void* at) { return *static_cast<const CUtensorMap*>(at); };
         return start(v.kernel, how, map(w_map), map(x_map), p);
     }

@@ -19,7 +19,7 @@ RWKV_EXPORT int rwkv_quant_gemm_fp8_fp8_setup() { return rwkv::set_up(rwkv::VARI
 // See rwkv_quant_gemm_int8; x [batch, N, K] e4m3 in the order of fragments with scales token_scales [batch, N] fp32.
 RWKV_EXPORT int rwkv_quant_gemm_fp8_fp8(
     const void* w_map, const void* x_map, const void* scales, const void* token_scales, void* out, void* active_mask, int N, int M,
-    int width, int K, int batch, int transposed, int relu_square, int bm, int bn, int split, int stages, int clusters, int overlap,
+    int width, int K, int batch, int transposed, int relu_square, int bm, int bn, int split, int stages, int clusters, int cast, int overlap,
     void* stream
 ) {
     using namespace rwkv;
@@ -27,5 +27,5 @@ RWKV_EXPORT int rwkv_quant_gemm_fp8_fp8(
     Shape p{static_cast<__half*>(out), static_cast<const float*>(scales), static_cast<const float*>(token_scales),
             static_cast<uint32_t*>(active_mask), N, M, width};
     p.batch = batch, p.activation = relu_square ? RELU_SQUARE : NONE;
-    return launch(VARIANTS, w_map, x_map, p, K, transposed, {bm, bn, split, stages, clusters, overlap}, stream);
+    return launch(VARIANTS, w_map, x_map, p, K, transposed, {bm, bn, split, stages, clusters, cast, overlap}, stream);
 }

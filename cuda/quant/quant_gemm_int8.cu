@@ -20,17 +20,17 @@ RWKV_EXPORT int rwkv_quant_gemm_int8_setup() { return rwkv::set_up(rwkv::VARIANT
 
 // out [batch, N, width] fp16, width >= M, a multiple of 8: scales [batch, M] fp32 times the products of weights [batch, M, K], or
 // `transposed` [batch, K, M], and x [batch, N, K] fp16; K a multiple of 64. The maps are of bytes, by rwkv_quant_gemm_map:
-// w_map with boxes of 128 x 128, x_map of 128 x bn. relu_square: max(., 0)^2 of them.
+// w_map with boxes of 128 x 64, x_map of 128 x bn. relu_square: max(., 0)^2 of them.
 RWKV_EXPORT int rwkv_quant_gemm_int8(
     const void* w_map, const void* x_map, const void* scales, const void* token_scales, void* out, void* active_mask, int N, int M,
-    int width, int K, int batch, int transposed, int relu_square, int bm, int bn, int split, int stages, int clusters, int overlap,
+    int width, int K, int batch, int transposed, int relu_square, int bm, int bn, int split, int stages, int clusters, int cast, int overlap,
     void* stream
 ) {
     using namespace rwkv;
     if (token_scales) return cudaErrorInvalidValue;
     Shape p{static_cast<__half*>(out), static_cast<const float*>(scales), nullptr, static_cast<uint32_t*>(active_mask), N, M, width};
     p.batch = batch, p.activation = relu_square ? RELU_SQUARE : NONE;
-    return launch(VARIANTS, w_map, x_map, p, K, transposed, {bm, bn, split, stages, clusters, overlap}, stream);
+    return launch(VARIANTS, w_map, x_map, p, K, transposed, {bm, bn, split, stages, clusters, cast, overlap}, stream);
 }
 
 // Describe bytes to the copy engine, see describe_tensor.

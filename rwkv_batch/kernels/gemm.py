@@ -37,6 +37,7 @@ class TileConfig(NamedTuple):
     split     thread blocks that share a tile's K and add their sums in a fixed order: 1, 2, 4 or 8
     stages    stages of K on the way at once
     clusters  tiles worked on at once, each by `split` thread blocks; where split > 1, all are
+    cast      of products with 8-bit weights: tiles with the same weights whose thread blocks fetch them for each other
     """
 
     height: int
@@ -44,6 +45,7 @@ class TileConfig(NamedTuple):
     split: int
     stages: int
     clusters: int
+    cast: int = 1
 
     def leaves_mask(self, N: int, matrix: "GemmMatrix") -> bool:
         """Return whether the product can tell which of its columns are not all zeros: each is then seen by one thread block."""
@@ -154,7 +156,7 @@ class Gemm:
         x_map = self._x_map(x, N, matrix.K, matrix.batch, config.tile)
         self.launcher.launch(
             self._gemm, ctypes.addressof(matrix.maps[config.height]), ctypes.addressof(x_map), pointer(out),
-            pointer(active_mask), N, matrix.M, matrix.K, matrix.batch, matrix.transposed, relu_square, *config, self.pdl,
+            pointer(active_mask), N, matrix.M, matrix.K, matrix.batch, matrix.transposed, relu_square, *config[:-1], self.pdl,
         )  # fmt: skip
         return out
 
@@ -175,7 +177,7 @@ class Gemm:
         maps = (matrix.maps[config.height], x_map, lora.maps[config.height])
         self.launcher.launch(
             self._project, *map(ctypes.addressof, maps), pointer(rkv), pointer(hidden), N, matrix.M, matrix.K, *lora.ranks,
-            *config, self.pdl,
+            *config[:-1], self.pdl,
         )  # fmt: skip
 
     def project_configs(self, N: int, matrix: GemmMatrix, lora: GemmLora) -> list[TileConfig]:
@@ -226,7 +228,7 @@ class Gemm:
         tensors = (mixed, lora.down, lora.up, lora.w0, lora.a0, lora.v0, rkv, hidden, *gates, self._arrived)
         self.launcher.launch(
             self._inputs, ctypes.addressof(matrix.maps[config.height]), ctypes.addressof(x_map), *map(pointer, tensors), N, C,
-            *lora.ranks, *config, self.pdl,
+            *lora.ranks, *config[:-1], self.pdl,
         )  # fmt: skip
 
     def inputs_configs(self, N: int, matrix: GemmMatrix, lora: Lora) -> list[TileConfig]:

@@ -14,11 +14,12 @@ from rwkv_batch.kernels.quant.matrix import QuantMatrix
 from rwkv_batch.kernels.quant.rows import E4M3, Order, QuantRows
 
 BK = 128  # k of a stage
-HEIGHTS = (128, 256)  # weight rows of a tile
+BOX_ROWS = 64  # of weights that one copy takes
 TILES = {128: (16, 32, 64), 256: (16, 32, 64, 128)}  # rows of x of a tile, which are fp16
 FP8_TILES = {256: (64, 80, 96, 128)}  # which are e4m3
 FORMATS = ("int8", "fp8")
 MAX_MAPS = 4096  # descriptions of x kept; beyond that they are made anew
+MAX_CLUSTER = 8  # thread blocks
 MAX_CONFIGS = 6  # offered for a product
 
 
@@ -40,7 +41,7 @@ class QuantGemm:
     def __init__(self, launcher: Launcher, *, pdl: bool = True):
         self.launcher = launcher
         self.pdl = pdl
-        types = (*(POINTER,) * 6, *(INT,) * 13)
+        types = (*(POINTER,) * 6, *(INT,) * 14)
         names = {("int8", False): "int8", ("fp8", False): "fp8", ("fp8", True): "fp8_fp8"}  # weights, and whether x is e4m3
         self._gemm = {key: launcher.bind(f"rwkv_quant_gemm_{name}", *types) for key, name in names.items()}
         self._encode = launcher.library.rwkv_quant_gemm_map
@@ -60,7 +61,7 @@ class QuantGemm:
             return None
         M, K = matrix.M, matrix.K
         sizes = (M, K, matrix.batch) if matrix.transposed else (K, M, matrix.batch)
-        return QuantGemmMatrix(matrix, self._map(matrix.values, sizes, (BK, 128)))
+        return QuantGemmMatrix(matrix, self._map(matrix.values, sizes, (BK, BOX_ROWS)))
 
     def gemm(
         self,
@@ -131,7 +132,7 @@ class QuantGemm:
 
 def leaves_mask(config: TileConfig, N: int, matrix: QuantGemmMatrix) -> bool:
     """Return whether a product can tell which of its columns are not all zeros: each is then seen by one thread block."""
-    return config.split == 1 and matrix.source.batch == 1 and config.tile >= N and matrix.source.M % 32 == 0
+    return config.split == config.cast == 1 and matrix.source.batch == 1 and config.tile >= N and matrix.source.M % 32 == 0
 
 
 @functools.lru_cache(4096)
@@ -141,26 +142,32 @@ def configs(N: int, M: int, K: int, batch: int, num_sms: int, fp8: bool) -> tupl
     for height, tile in ((h, t) for h, tiles in (FP8_TILES if fp8 else TILES).items() for t in tiles):
         if tile >= 2 * N and tile > (64 if fp8 else 16):
             continue
-        tiles, steps = math.ceil(M / height) * math.ceil(N / tile) * batch, math.ceil(K / BK)
-        for split in (1, 2, 4, 8):
+        steps = math.ceil(K / BK)
+        for cast, split in ((c, s) for c in (1, 2, 4) for s in (1, 2, 4, 8) if c * s <= MAX_CLUSTER):
+            if cast > 1 and (not fp8 or math.ceil(N / tile) % cast):
+                continue
+            tiles = math.ceil(M / height) * math.ceil(N / tile) * batch
             if split > 1 and (steps < 4 * split or tiles * split > 4 * num_sms):
                 continue
             for blocks in (1, 2) if height == 128 else (1,):
                 stages = _stages(height, tile, split, math.ceil(steps / split), blocks, fp8)
                 if stages < 3 and steps > stages:
                     continue
-                config = TileConfig(height, tile, split, stages, _even(tiles, blocks * num_sms))
+                clusters = _even(tiles // cast, max(1, blocks * num_sms // cast))
+                config = TileConfig(height, tile, split, stages, clusters, cast)
                 found.append((_time(config, tiles, steps, num_sms * blocks, blocks, fp8), config))
     return tuple(dict.fromkeys(config for _, config in sorted(found)))[:MAX_CONFIGS]
 
 
 def _time(config: TileConfig, tiles: int, steps: int, at_once: int, blocks: int, fp8: bool) -> float:
-    """Return the estimated us: a multiprocessor multiplies, and loads weights from memory and x from the L2 cache."""
-    height, tile, split = config[:3]
-    multiply = height * tile * BK / (1.0e6 if not fp8 else 2.0e6) * (1 if height > 128 or blocks > 1 else 1.3)
-    load = (height * BK / 32e3) + tile * BK * (1 if fp8 else 2) / 50e3
+    """Return the estimated us: a multiprocessor multiplies, and loads weights and x from the L2 cache or from memory."""
+    height, tile, split, cast = *config[:3], config.cast
+    multiply = height * tile * BK / (1.5e6 if fp8 else 0.9e6) / 1.75
+    load = (height * BK / cast + tile * BK * (1 if fp8 else 2)) / 40e3
+    memory = height * BK / 31e3 / math.ceil(tiles * split / at_once)
     rounds = math.ceil(tiles * split / at_once)
-    return rounds * (max(multiply, load) * blocks * math.ceil(steps / split) + 1.5 + (split > 1) * 2e-4 * height * tile)
+    step = max(multiply, load, memory) * blocks
+    return rounds * (step * math.ceil(steps / split) + 1.5 + (split > 1) * 2e-4 * height * tile)
 
 
 def _even(tiles: int, at_once: int) -> int:
