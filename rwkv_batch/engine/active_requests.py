@@ -62,7 +62,8 @@ class ActiveRequests(Admission):
         self._outbox = Outbox()
         self._ending: list[tuple[Sequence, RowOutput]] = []  # rows with complete texts, whose states are to be kept
         self._turns: list[Turn] = []  # to be kept when their texts are delivered
-        self._ends = threading.Lock()  # between a cancel and the end of a turn that is kept
+        self._ends = threading.RLock()  # held by who ends a request: nothing is told of it after a cancel, or before its text
+        self._giving = False  # the loop's thread holds it, to give turns away
 
     def _refuse(self, accepted: Accepted, error: RwkvBatchError) -> None:
         """A request does not start."""
@@ -97,7 +98,9 @@ class ActiveRequests(Admission):
                 event = Failure.of(id, kept)
             else:
                 event = Progress(id, [], [msgspec.structs.replace(finish, session=kept)])
-            if active.owner is not NOBODY:
+            if self._giving:  # at once, before the text is delivered: with it
+                self._outbox.end_turn(active, event)
+            elif active.owner is not NOBODY:
                 self.deliver({active.owner: [event]})
             del self._active[id]
 
@@ -180,14 +183,16 @@ class ActiveRequests(Admission):
         self._turns.append(Turn(row, row.finish(sequence, row.reason), snapshot, newlines, ids, all_ids))
 
     def _deliver(self) -> None:
-        """Deliver what there is, and then have the states of turns kept whose texts were delivered with it."""
-        if batch := self._outbox.take():
-            self.deliver(batch)
-        if self._turns:
-            turns, self._turns = self._turns, []
-            with self.sessions.together():
-                for turn in turns:
-                    self._give_away(turn)
+        """Have the states of turns kept that ended, and deliver what there is, with their texts before they are told of."""
+        with self._ends:
+            if self._turns:
+                turns, self._turns, self._giving = self._turns, [], True
+                with self.sessions.together():
+                    for turn in turns:
+                        self._give_away(turn)
+                self._giving = False
+            if batch := self._outbox.take():
+                self.deliver(batch)
 
     def _give_away(self, turn: Turn) -> None:
         row, active = turn.row, turn.row.active

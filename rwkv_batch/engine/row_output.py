@@ -173,6 +173,13 @@ class Outbox:
         self.add_rest(sequence, row, reason)
         self.progress(row.active).finishes.append(row.finish(sequence, reason))
 
+    def end_turn(self, active: ActiveRequest, event: Progress | Failure) -> None:
+        """The state of a row that ended is kept, or could not be: the end of its request, behind its text."""
+        if isinstance(event, Failure):
+            self.put(active.owner, event)
+        else:
+            self.progress(active).finishes.extend(event.finishes)
+
     def take(self) -> dict[Owner, list[Event]]:
         """Everything, by owner."""
         batch = {owner: list(events.values()) for owner, events in self._events.items() if events and owner is not NOBODY}
