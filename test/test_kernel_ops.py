@@ -21,7 +21,7 @@ from rwkv_batch.kernels.autotune import Autotuner
 from rwkv_batch.kernels.linear import MAX_SPARSE
 from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.quant.dequantise import Dequantiser
-from rwkv_batch.kernels.quant.few_tokens import MASKED_FORMATS, QuantLinear
+from rwkv_batch.kernels.quant.few_tokens import WHOLE_CODES, QuantLinear
 from rwkv_batch.kernels.quant.matrix import QuantMatrix
 from rwkv_batch.kernels.variants import CUBLAS, GEMV_RKV, QUANT_METHODS, Method, Variant
 from rwkv_batch.model import quantized
@@ -251,7 +251,7 @@ def test_few_tokens_read_quantised_matrices_as_they_are_stored(monkeypatch, quan
     names = [note[0] for note in recorder.take()]
     assert names.count("rwkv_quant_project") == 2
     assert names.count("rwkv_quant_gemv") == 2 * 2 + 1
-    masked = num_tokens > MAX_SPARSE and quant in MASKED_FORMATS
+    masked = num_tokens > MAX_SPARSE and quant in WHOLE_CODES
     assert names.count("rwkv_quant_sparse_ffn") == 2 * (num_tokens <= MAX_SPARSE)
     assert names.count("rwkv_quant_masked_ffn") == names.count("rwkv_build_active_mask") == 2 * masked
     assert "rwkv_gemm" not in names

@@ -3,13 +3,15 @@
 // out[n, j] = activation(scale[j] sum_k x[n, k] q[j, k]), or with a scale for every 64 of k; x in fp16, sums in fp32. Their order
 // depends on the shapes alone, so a token's result depends neither on the other tokens, nor on its place or their number.
 //
-//   stream_codes  K up to 4096 (Hopper): bulk copies of weights keep the memory busy at all times; some products may be of fp16
+//   stream_codes  K up to 4096 (Hopper): bulk copies of weights keep the memory busy at all times; some products may be of fp16,
+//                 or other blocks of the launch may have the LoRA pairs (lora.cuh)
 //   few_codes     all other cases
 //
 // Tensor cores take 16 rows of weights on their tall side, and 8 tokens. Eight warps share the K of such a tile: a warp has every
 // eighth block of 64. Programmatic dependent launch: weights are fetched before griddepcontrol.wait, all else after it.
 
 #include "hopper.cuh"
+#include "lora.cuh"
 #include "quant.cuh"
 
 namespace rwkv {
@@ -112,14 +114,27 @@ struct Stage {
 // others keep their part of x in registers, and add up their sums at a tile's end.
 //
 // Quantised products come first, with `coded` tiles; one of fp16 counts as `weight` of them.
-template <int FORMAT, int HALVES, int STAGES>
-__global__ __launch_bounds__((WARPS + 1) * LANES, HALVES == 1 ? 2 : 1)  //
-    void stream_codes(const __grid_constant__ Products all, int coded, int weight) {
+struct Shares {
+    Products products;
+    int coded, weight;
+    // The first tile of one of so many blocks.
+    __device__ __forceinline__ int first(int block, int blocks) const {
+        const int total = coded + (products.tiles - coded) * weight;
+        const int begin = (int64_t(block) * total + blocks - 1) / blocks;
+        return begin <= coded ? begin : coded + (begin - coded + weight - 1) / weight;
+    }
+};
+template <int FORMAT, int HALVES>
+constexpr int stream_bytes(int stages) { return stages * Stage<FORMAT>::BYTES + 2 * int(sizeof(Parts<HALVES>)); }
+
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+template <int FORMAT, int HALVES, int STAGES>
+__device__ __forceinline__ void stream(const Shares& shares, int part, int all_parts, uint8_t* ring) {
     using S = Stage<FORMAT>;
-    extern __shared__ __align__(128) uint8_t ring[];
-    __shared__ Parts<HALVES> parts[2];
     __shared__ uint64_t full[STAGES], empty[STAGES];
+    Parts<HALVES>* const parts = reinterpret_cast<Parts<HALVES>*>(ring + STAGES * S::BYTES);  // of this tile and the one before
+    const Products& all = shares.products;
+    const int coded = shares.coded;
     release_next();
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, group = lane / 4, quarter = lane % 4;
     if (threadIdx.x == 0) {
@@ -127,12 +142,7 @@ __global__ __launch_bounds__((WARPS + 1) * LANES, HALVES == 1 ? 2 : 1)  //
         publish_barriers();
     }
     __syncthreads();
-    auto share = [&](int block) {  // the first tile of a block
-        const int all_weights = coded + (all.tiles - coded) * weight;
-        const int begin = (int64_t(block) * all_weights + gridDim.x - 1) / gridDim.x;
-        return begin <= coded ? begin : coded + (begin - coded + weight - 1) / weight;
-    };
-    const int first = share(blockIdx.x), last = share(blockIdx.x + 1);
+    const int first = shares.first(part, all_parts), last = shares.first(part + 1, all_parts);
     int stage = 0, parity = 0;
     auto advance = [&] {
         if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -262,6 +272,26 @@ __global__ __launch_bounds__((WARPS + 1) * LANES, HALVES == 1 ? 2 : 1)  //
         if (half < HALVES) finish<HALVES>(parts[flip], half, p, first_row, all.num_tokens, low_scale, high_scale, lane);
         flip ^= 1;
     }
+}
+#endif
+
+template <int FORMAT, int HALVES, int STAGES>
+__global__ __launch_bounds__((WARPS + 1) * LANES, HALVES == 1 ? 2 : 1)  //
+    void stream_codes(const __grid_constant__ Shares shares) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(128) uint8_t memory[];
+    stream<FORMAT, HALVES, STAGES>(shares, blockIdx.x, gridDim.x, memory);
+#endif
+}
+
+// The same and, in the first blocks, the LoRA pairs. All blocks run at once: one to a multiprocessor, and no more than those.
+template <int FORMAT, int HALVES, int STAGES>
+__global__ __launch_bounds__((WARPS + 1) * LANES, 1)  //
+    void stream_beside_pairs(const __grid_constant__ Shares shares, const __grid_constant__ Pairs pairs) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(128) uint8_t memory[];
+    if (int(blockIdx.x) < pairs.blocks) lora_pairs<HALVES>(pairs, blockIdx.x, memory);
+    else stream<FORMAT, HALVES, STAGES>(shares, blockIdx.x - pairs.blocks, gridDim.x - pairs.blocks, memory);
 #endif
 }
 
@@ -367,14 +397,33 @@ __global__ __launch_bounds__(WARPS * LANES, 2) void few_codes(const __grid_const
     }
 }
 
+template <int FORMAT>
+constexpr int PLAIN_WEIGHT = 2 * BLOCK / row_bytes(FORMAT, BLOCK);  // bytes of fp16 for one of codes, rounded down
+
 template <int FORMAT, int HALVES, int STAGES>
 int start_stream(const Products& all, int coded, int overlap, void* stream) {
     const auto kernel = stream_codes<FORMAT, HALVES, STAGES>;
-    constexpr int BYTES = STAGES * Stage<FORMAT>::BYTES, WEIGHT = 16 / (row_bytes(FORMAT, BLOCK) / (BLOCK / 8));
+    constexpr int BYTES = stream_bytes<FORMAT, HALVES>(STAGES);
     static const cudaError_t prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
     if (prepared) return prepared;
     const unsigned blocks = min(all.tiles, device().processors);
-    return start(kernel, {blocks, (WARPS + 1) * LANES, cudaStream_t(stream), overlap, 1, BYTES}, all, coded, WEIGHT);
+    return start(kernel, {blocks, (WARPS + 1) * LANES, cudaStream_t(stream), overlap, 1, BYTES},
+                 Shares{all, coded, PLAIN_WEIGHT<FORMAT>});
+}
+
+constexpr int MOST_BYTES = 227 << 10;  // of shared memory of a block of Hopper
+
+template <int FORMAT, int HALVES>
+int start_beside(const Products& all, const Pairs& pairs, int blocks, int overlap, void* stream) {
+    constexpr int STAGES = 8, BYTES = stream_bytes<FORMAT, HALVES>(STAGES);
+    static_assert(BYTES + 1024 <= MOST_BYTES);
+    const auto kernel = stream_beside_pairs<FORMAT, HALVES, STAGES>;
+    static const cudaError_t prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_BYTES - 1024);
+    if (prepared) return prepared;
+    const int room = PairSpace(all.item[0].width / PAIR_WARPS, pairs.rank, HALVES).total;
+    const unsigned grid = pairs.blocks + blocks;
+    return start(kernel, {grid, (WARPS + 1) * LANES, cudaStream_t(stream), overlap, 1, max(BYTES, room)},
+                 Shares{all, all.tiles, PLAIN_WEIGHT<FORMAT>}, pairs);
 }
 
 template <int FORMAT>
@@ -454,5 +503,36 @@ RWKV_EXPORT int rwkv_quant_project(const void* mixed, const void* values, const 
         add_lora_down(all, static_cast<const __half*>(mixed), static_cast<const __half*>(lora_down), static_cast<__half*>(hidden),
                       width, {rank_w, rank_a, rank_v, rank_g}, ROWS);
         return start_streaming<FORMAT>(all, coded, overlap, stream);
+    });
+}
+
+// rkv [3, N, C], and the LoRA pairs' w_raw, a, v_mix, gate [N, C] with hidden [N, R] between, in one launch on Hopper, N <= 16.
+// With codes of 8 or 4 bits. arrived: as of rwkv_gemm_inputs. blocks: thread blocks of r, k, v; the pairs get all other multiprocessors.
+RWKV_EXPORT int rwkv_quant_inputs(const void* mixed, const void* values, const void* scales, const void* lora_down,
+                                  const void* lora_up, const void* w0, const void* a0, const void* v0, void* rkv, void* hidden,
+                                  void* w_raw, void* a, void* v_mix, void* gate, void* arrived, int format, int num_tokens, int width,
+                                  int rank_w, int rank_a, int rank_v, int rank_g, int blocks, int overlap, void* stream) {
+    const LoraRanks ranks{rank_w, rank_a, rank_v, rank_g};
+    for (const int rank : {rank_w, rank_a, rank_v, rank_g})
+        if (rank < 0 || rank > PAIR_SLICE || rank % PAIR_STEP) return cudaErrorInvalidValue;
+    Products all;
+    Pairs pairs{};
+    all.num_tokens = pairs.lora_down.num_tokens = pairs.lora_up.num_tokens = num_tokens;
+    add_coded(all, format, mixed, values, scales, rkv, 3, width, width, width, NONE);
+    pairs.rank = ranks.total(), pairs.blocks = device().processors - blocks;
+    if (num_tokens > MAX_FEW || !streams(all, format) || width % (PAIR_WARPS * PAIR_STEP) || width > PAIR_WARPS * PAIR_SLICE)
+        return cudaErrorInvalidValue;
+    if (blocks < 1 || blocks > all.tiles || pairs.blocks < 1 || pairs.rank == 0) return cudaErrorInvalidValue;
+    pairs.hidden = static_cast<const __half*>(hidden), pairs.arrived = static_cast<unsigned long long*>(arrived) + pairs.blocks;
+    add_lora_down(pairs.lora_down, static_cast<const __half*>(mixed), static_cast<const __half*>(lora_down),
+                  static_cast<__half*>(hidden), width, ranks, PAIR_ROWS);
+    add_lora_up(pairs.lora_up, pairs.hidden, static_cast<const __half*>(lora_up), {w0, a0, v0}, {w_raw, a, v_mix, gate}, width, ranks,
+                PAIR_ROWS);
+    return with_format(format, [&](auto chosen) -> int {
+        constexpr int FORMAT = decltype(chosen)::value;
+        if constexpr (upper_bytes(FORMAT, BLOCK) > 0) return cudaErrorNotSupported;
+        else
+            return num_tokens <= 8 ? start_beside<FORMAT, 1>(all, pairs, blocks, overlap, stream)
+                                   : start_beside<FORMAT, 2>(all, pairs, blocks, overlap, stream);
     });
 }

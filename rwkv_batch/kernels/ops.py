@@ -227,7 +227,8 @@ class KernelOps:
         variant, lora, rkv = self.variant("rkv", num_tokens, layer.rkv), layer.lora, self._now.rkv
         hidden = self.buffers.lora_hidden(num_tokens, lora.rank)
         if variant.lora is LoraPlacement.FUSED:
-            self.gemm.inputs(mixed, layer.rkv.gemm, lora, rkv, hidden, self._gates(lora), variant.config)
+            kernels, matrix = (self.gemm, layer.rkv.gemm) if layer.rkv.quant is None else (self.quant_linear, layer.rkv.quant)
+            kernels.inputs(mixed, matrix, lora, rkv, hidden, self._gates(lora), variant.config)
         elif variant.lora is LoraPlacement.FUSED_DOWN:
             if variant.method is Method.GEMV:
                 kernels, weight = self._few(layer.rkv)
@@ -238,7 +239,7 @@ class KernelOps:
         elif variant.lora is LoraPlacement.BEFORE:
             self.linear.lora_down(mixed, lora, hidden)
             self._lora_up(hidden, lora)
-            self._rkv(mixed, layer.rkv, variant)
+            self._multiply(variant, mixed[:3], layer.rkv, rkv)
         else:
             self._rkv_beside_lora(mixed, layer, variant, hidden)
 
@@ -251,17 +252,8 @@ class KernelOps:
         self.linear.lora_down(mixed, layer.lora, hidden, config=variant.lora_config)
         self._lora_up(hidden, layer.lora, SMALL_LORA_UP if reserved else None)
         self.launcher.stream = main.cuda_stream
-        self._rkv(mixed, layer.rkv, variant)
+        self._multiply(variant, mixed[:3], layer.rkv, self._now.rkv)
         main.wait_stream(self._side)
-
-    def _rkv(self, mixed: Tensor, matrix: MatrixKernels, variant: Variant) -> None:
-        if variant.method in QUANT_METHODS:
-            return self.many(variant, mixed[:3], matrix.quant, self._now.rkv, matrix.weight)
-        self._make_dense(matrix)
-        if variant.method is Method.CUBLAS:
-            self.matmul(mixed[:3], matrix.weight, self._now.rkv)
-        else:
-            self.gemm.gemm(mixed[:3], matrix.gemm, self._now.rkv, config=variant.config)
 
     def _lora_up(self, hidden: Tensor, lora: Lora, config: GroupedConfig | None = None) -> None:
         self.linear.lora_up(hidden, lora, *self._gates(lora), config=config)
@@ -312,9 +304,11 @@ class KernelOps:
 
     def product(self, name: Product, x: Tensor, matrix: MatrixKernels, out: Tensor) -> None:
         """One of the plain products: "output" or "head"."""
-        variant = self.variant(name, len(x), matrix)
+        self._multiply(self.variant(name, len(x), matrix), x, matrix, out)
+
+    def _multiply(self, variant: Variant, x: Tensor, matrix: MatrixKernels, out: Tensor) -> None:
+        kernels, weight = self._few(matrix)
         if variant.method is Method.GEMV:
-            kernels, weight = self._few(matrix)
             return kernels.gemv(x, weight, out)
         if variant.method in QUANT_METHODS:
             return self.many(variant, x, matrix.quant, out, matrix.weight)
@@ -379,7 +373,7 @@ class KernelOps:
         """Return the ways in which a product of so many tokens can be done here; the layers are alike, or nearly."""
         matrix = self.prepared.head if name == "head" else getattr(layer, name)
         if matrix.quant is not None:
-            return self._quant_variants(name, num_tokens, matrix)
+            return self._quant_variants(name, num_tokens, matrix, layer.lora)
         if name == "rkv":
             return self._rkv_variants(num_tokens, layer)
         variants = [CUBLAS]
@@ -390,7 +384,7 @@ class KernelOps:
             return variants + [SPARSE] * (num_tokens <= MAX_SPARSE) + [MASKED] * fits
         return variants + [GEMV] * (num_tokens <= MAX_GEMV)
 
-    def _quant_variants(self, name: Product, num_tokens: int, matrix: MatrixKernels) -> list[Variant]:
+    def _quant_variants(self, name: Product, num_tokens: int, matrix: MatrixKernels, lora: Lora) -> list[Variant]:
         """The same of a quantised matrix."""
         dense = [CUBLAS]
         if matrix.gemm is not None:
@@ -400,7 +394,9 @@ class KernelOps:
         few = num_tokens <= MAX_GEMV
         if name == "rkv":
             places = (LoraPlacement.BEFORE, LoraPlacement.CONCURRENT)
-            return [dataclasses.replace(variant, lora=place) for place in places for variant in dense] + [GEMV_RKV] * few
+            found = [dataclasses.replace(variant, lora=place) for place in places for variant in dense + [GEMV] * few]
+            tiles = self.quant_linear.inputs_configs(num_tokens, matrix.quant, lora)
+            return found + [GEMV_RKV] * few + [Variant(Method.GEMV, tile, LoraPlacement.FUSED) for tile in tiles]
         if name == "ffn_value":
             masked = self.quant_linear.masked_ffn_fits(num_tokens, matrix.quant)
             return dense + [SPARSE] * (num_tokens <= MAX_SPARSE) + [MASKED] * masked

@@ -4,15 +4,20 @@ N tokens, width C, feed-forward width F; x and results are fp16, sums fp32. A to
 on its place among them, nor on N.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
+from rwkv_batch.kernels.gemm import INPUTS_UNIT, MAX_INPUTS, MAX_INPUTS_WIDTH, MAX_RANK, PAIR_ROWS, TileConfig
 from rwkv_batch.kernels.launch import INT, POINTER, Launcher, check, pointer
 from rwkv_batch.kernels.linear import MASK_UNITS, MAX_GEMV, MAX_MASKED, MAX_SPARSE, PLANES, Lora
 from rwkv_batch.kernels.quant.matrix import HALF, QuantMatrix
 
 MAX_PROBLEMS = 7
-MASKED_FORMATS = ("int8", "fp8", "int4", "nf4")
+TILE_ROWS = 16
+WHOLE_CODES = ("int8", "fp8", "int4", "nf4")  # formats of one plane
+PAIR_SHARES = (1.0, 1.3, 1.7)  # thread blocks of the low-rank pairs, by their share of the bytes
 
 
 class QuantLinear:
@@ -25,7 +30,10 @@ class QuantLinear:
         self.launcher = launcher
         self.pdl = pdl
         self._gemv = launcher.bind("rwkv_quant_gemv", *[POINTER] * 4, *[INT] * 8)
-        self.hopper = torch.cuda.get_device_properties(launcher.device).major == 9
+        properties = torch.cuda.get_device_properties(launcher.device)
+        self.hopper, self.num_sms = properties.major == 9, properties.multi_processor_count
+        self._inputs = launcher.bind("rwkv_quant_inputs", *[POINTER] * 15, *[INT] * 9)
+        self._arrived = torch.zeros(self.num_sms + 1, dtype=torch.int64, device=launcher.device)  # thread blocks of `inputs`
         self._masked_ffn = launcher.bind("rwkv_quant_masked_ffn", *[POINTER] * 5, *[INT] * 5)
         self._sparse_ffn = launcher.bind("rwkv_quant_sparse_ffn", *[POINTER] * 4, *[INT] * 5)
         self._project = launcher.bind("rwkv_quant_project", *[POINTER] * 6, *[INT] * 8)
@@ -59,6 +67,44 @@ class QuantLinear:
         pointers = map(pointer, (mixed, matrix.values, matrix.scales, lora.down, rkv, hidden))
         self.launcher.launch(self._project, *pointers, matrix.code, n, c, *lora.ranks, self.pdl)
 
+    def inputs(
+        self,
+        mixed: Tensor,
+        matrix: QuantMatrix,
+        lora: Lora,
+        rkv: Tensor,
+        hidden: Tensor,
+        gates: tuple[Tensor | None, ...],
+        config: TileConfig,
+    ) -> None:
+        """`project` and `Linear.lora_up` in one launch, as `Gemm.inputs` says; `config`: one of `inputs_configs`."""
+        n, c = mixed.shape[1], lora.width
+        self._check("mixed", mixed, (PLANES, n, c))
+        self._check("rkv", rkv, (3, n, c))
+        self._check("hidden", hidden, (n, lora.rank))
+        for name, out in zip(("w_raw", "a", "v_mix", "g"), gates, strict=True):
+            if name != "v_mix" or lora.v0 is not None:
+                self._check(name, out, (n, c), torch.float32 if name == "w_raw" else HALF)
+        if config not in self.inputs_configs(n, matrix, lora):
+            raise ValueError(f"config: {config} does not fit {n} tokens and this matrix")
+        tensors = (mixed, matrix.values, matrix.scales, lora.down, lora.up, lora.w0, lora.a0, lora.v0, rkv, hidden, *gates)
+        pointers = map(pointer, (*tensors, self._arrived))
+        self.launcher.launch(self._inputs, *pointers, matrix.code, n, c, *lora.ranks, config.clusters, self.pdl)
+
+    def inputs_configs(self, n: int, matrix: QuantMatrix, lora: Lora) -> list[TileConfig]:
+        """Return ways to cut up `inputs` for N tokens, which differ in `clusters`, the thread blocks of r, k and v."""
+        c = lora.width
+        fits = matrix.shape == (3, c, c) and matrix.format in WHOLE_CODES and n <= MAX_INPUTS
+        aligned = matrix.scales.data_ptr() % 16 == 0 and c % (INPUTS_UNIT if matrix.format in ("int8", "fp8") else 512) == 0
+        if not (self.hopper and fits and aligned and c <= MAX_INPUTS_WIDTH and max(lora.ranks) <= MAX_RANK):
+            return []
+        pairs_bytes = 2 * lora.rank * c * HALF.itemsize
+        even = self.num_sms * pairs_bytes / (pairs_bytes + matrix.nbytes)
+        fewest = math.ceil(lora.rank / PAIR_ROWS)  # with less they would be waited for
+        tiles = 3 * math.ceil(c / TILE_ROWS)
+        blocks = {min(tiles, self.num_sms - max(fewest, round(even * share))) for share in PAIR_SHARES}
+        return [TileConfig(TILE_ROWS, 8 if n <= 8 else 16, 1, 8, count) for count in sorted(blocks) if count > 0]
+
     def sparse_ffn(self, hidden: Tensor, matrix: QuantMatrix, out: Tensor) -> None:
         """out [N, C] = hidden [N, F] matrix [F, C], each token reading the rows of units that are on in it.
 
@@ -90,7 +136,7 @@ class QuantLinear:
     def masked_ffn_fits(self, n: int, matrix: QuantMatrix) -> bool:
         """Return whether `masked_ffn` takes N tokens and this matrix."""
         fits = matrix.transposed and matrix.K % MASK_UNITS == 0 and matrix.M % 128 == 0 and matrix.scales.data_ptr() % 4 == 0
-        return self.hopper and fits and n <= MAX_MASKED and matrix.format in MASKED_FORMATS
+        return self.hopper and fits and n <= MAX_MASKED and matrix.format in WHOLE_CODES
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = HALF) -> None:
         check(name, tensor, self.launcher.device, dtype, shape)
