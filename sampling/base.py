@@ -185,11 +185,11 @@ class Controls:
         self.host_step[slot] += len(ids)
         if self.penalties is not None and self.needs[slot].penalized:
             penalties = self.penalties[slot]
-            for column in torch.searchsorted(self._host_ids, torch.tensor(ids)).tolist():
+            for column in self.columns_of(ids):
                 hit = torch.where(penalties[column] == 0, self.alpha_presence[slot], self.alpha_frequency[slot])
                 penalties.mul_(self.alpha_decay[slot])[column] += hit
         if self.seen is not None and self.needs[slot].repeated:
-            self.seen[slot] |= self._columns_in(ids).to(self.device)
+            self.seen[slot] |= self.columns_in(ids).to(self.device)
 
     def _derive(self, params: SamplingParams) -> tuple[dict[str, float], dict[int, float], Needs]:
         """Return the controls that rows with these parameters share, by name, their logit bias by column, and their needs."""
@@ -289,11 +289,15 @@ class Controls:
         if not prompts:
             self.seen.index_fill_(0, index, 0)
             return
-        distinct = {id(prompt): self._columns_in(prompt) for prompt in prompts}  # the rows of a prompt's choices share it
+        distinct = {id(prompt): self.columns_in(prompt) for prompt in prompts}  # the rows of a prompt's choices share it
         words = torch.stack([distinct[id(prompt)] for prompt in prompts])
         self.seen.index_copy_(0, index, words.to(self.device, non_blocking=True))
 
-    def _columns_in(self, prompt: Sequence[int]) -> Tensor:
+    def columns_of(self, ids: Sequence[int]) -> list[int]:
+        """Return the columns of sampled ids."""
+        return torch.searchsorted(self._host_ids, torch.tensor(ids)).tolist()
+
+    def columns_in(self, prompt: Sequence[int]) -> Tensor:
         """Return the columns of a prompt's ids as words [W]; ids without one are left out."""
         ids = torch.tensor(prompt, dtype=torch.int64)
         columns = torch.searchsorted(self._host_ids, ids).clamp_(max=self.num_columns - 1)
@@ -361,7 +365,7 @@ class Sampler(Protocol):
         """See `Controls.start_many`."""
 
     def count(self, slot: int, ids: Sequence[int]) -> None:
-        """See `Controls.count`. On a GPU for rows without penalties."""
+        """See `Controls.count`."""
 
     def sample(self, logits: Tensor, slots: Tensor, slot_list: Sequence[int] | None = None) -> Sampled:
         """Sample one token for each row.

@@ -150,10 +150,24 @@ class KernelSampler:
             self._touched.index_copy_(0, index, pack(eights))
 
     def count(self, slot: int, ids: Sequence[int]) -> None:
-        """See `Controls.count`; not for rows with penalties, of which the kernel keeps more than the controls."""
-        if self.needs[slot].penalized:
-            raise ValueError(f"slot {slot} has penalties")
-        self.controls.count(slot, ids)
+        """See `Controls.count`. With penalties it takes some launches for each id, so it is for few of them."""
+        controls = self.controls
+        controls.step[slot] += len(ids)
+        controls.host_step[slot] += len(ids)
+        if not (self.needs[slot].penalized and ids):
+            return
+        penalties, decay = controls.penalties[slot], controls.alpha_decay[slot]
+        pending, added = self._pending_column[slot].long(), self._pending_penalty[slot]
+        for column in controls.columns_of(ids):
+            penalties.mul_(decay)
+            penalties.index_add_(0, pending.clamp(min=0)[None], torch.where(pending < 0, 0, added)[None])
+            added = torch.where(penalties[column] == 0, controls.alpha_presence[slot], controls.alpha_frequency[slot])
+            pending = torch.full_like(pending, column)
+        self._pending_column[slot], self._pending_penalty[slot] = pending, added
+        seen = controls.columns_in(ids)
+        self._touched[slot] |= pack(seen.view(torch.uint8) != 0).to(self.device, non_blocking=True)
+        if self.needs[slot].repeated:
+            controls.seen[slot] |= seen.to(self.device, non_blocking=True)
 
     def sample(self, logits: Tensor, slots: Tensor, slot_list: Sequence[int] | None = None) -> Sampled:
         """Sample one token for each row of `logits` [B, U]; slot -1 = padding, whose row is left alone.

@@ -82,3 +82,54 @@ def test_late_draws_sample_the_same_ids(delay):
     for number in range(1, 24, 2):
         assert all(id % (place + 1) == 0 for place, id in enumerate(late[f"{number}"]))
     assert engine.num_eager_decodes == num_eager, "all of them ran as graphs"
+
+
+class Scripted:
+    """Allows everything, but at some places one id alone; always known."""
+
+    def __init__(self, forced: dict[int, int], ids: torch.Tensor):
+        self.forced, self.output_ids, self.place = forced, ids.cpu(), 0
+
+    def ready(self) -> bool:
+        return True
+
+    def take(self) -> torch.Tensor:
+        only = self.forced.get(self.place)
+        return pack(self.output_ids == only if only is not None else self.output_ids > 0)
+
+    def accept(self, id: int) -> None:
+        self.place += 1
+
+
+def test_what_a_row_must_say_is_fed_in_one_step_behind_what_it_drew():
+    engine = engine_of("768", 8, [8])
+    forced = {place: 100 + place for place in range(5, 17)}
+
+    def run(feeds: bool) -> tuple[list[int], int, int]:
+        scheduler = Scheduler(num_slots=8, prefill_budget=64, mixed=False, late_draws=True)
+        params = SamplingParams(seed=3, ignore_eos=True, temperature=1, top_k=4, alpha_presence=0.3, repetition_penalty=1.1)
+        (sequence,) = scheduler.add(Request(id="row", prompts=[[5, 7, 9]], sampling=params, max_tokens=30))
+        sequence.mask = mask = Scripted(forced, engine.sampler.ids)
+        found, before, num_steps = [], None, 0
+        while len(found) < 30:
+            plan = scheduler.next_plan()
+            step = engine.submit(plan) if plan else None
+            num_steps += step is not None
+            for part in (step.early if step is not None else None, before):
+                for token in engine.collect(part) if part is not None else ():
+                    found.append(token.id)
+                    mask.accept(token.id)
+            before = step
+            if feeds and len(found) == 5:
+                scheduler.feed_forced(sequence, found[-1], list(forced.values()))
+                found += forced.values()
+                mask.place += len(forced)
+        num_drawn = int(engine.sampler.controls.step[sequence.slot])
+        scheduler.finish(sequence)
+        return found[:30], num_steps, num_drawn
+
+    (fed, few, num_fed), (drawn, many, num_drawn) = run(True), run(False)
+    assert fed[:17] == drawn[:17]
+    assert fed[5:17] == list(forced.values())
+    assert few <= many - 10
+    assert abs(num_fed - num_drawn) <= 1, "fed ids count as sampled"

@@ -191,6 +191,46 @@ def test_a_mask_that_allows_nothing_leaves_no_token(library):
     assert not sampled.ids[::2].any()
 
 
+@pytest.mark.parametrize("num_before", [0, 1, 4])
+def test_counted_ids_leave_what_sampled_ones_leave(library, num_before):
+    """Step, penalties and tokens that occurred, to the bit, so that the draws behind them are the same."""
+    penalties = [
+        case(), case(alpha_presence=0.0, alpha_frequency=0.5), case(alpha_presence=0.3, repetition_penalty=1.3),
+        case(alpha_presence=0, alpha_frequency=0, repetition_penalty=0.8), case(alpha_presence=0, alpha_frequency=0),
+        case(temperature=0, alpha_decay=0.9),
+    ]  # fmt: skip
+    params = [SamplingParams(seed=seed, **controls) for seed, controls in enumerate(penalties)]
+    slots, ids = list(range(len(params))), torch.arange(1003) + 3
+    index = torch.tensor(slots, device="cuda")
+    drawn, counted = (KernelSampler(len(slots), ids, "cuda", library) for _ in range(2))
+    generator = torch.Generator().manual_seed(num_before)
+
+    def both() -> list[int]:
+        logits = 3 * torch.randn(len(slots), len(ids), generator=generator).cuda()
+        found, same = (sampler.sample(logits, index, slots).ids.tolist() for sampler in (drawn, counted))
+        assert found == same
+        return found
+
+    for sampler in (drawn, counted):
+        sampler.start_many(slots, params, [0] * len(slots), [[3, 5, 7, 7, 900, 20000]] * len(slots))
+    last = [both() for _ in range(num_before)][-1] if num_before else [9] * len(slots)
+    forced = [[30, 31, 30, id, 500, 1000, 30, 7] for id in last]
+    for column in zip(*forced, strict=True):
+        flags = torch.tensor(column)[:, None] == ids
+        drawn.masks.put(dict(zip(slots, pack(flags), strict=True)))
+        logits = torch.randn(len(slots), len(ids), generator=generator).cuda()
+        assert drawn.sample(logits, index, slots).ids.tolist() == list(column)
+    drawn.masks.put({})
+    for slot in slots:
+        counted.count(slot, forced[slot])
+    assert torch.equal(drawn.penalties(index), counted.penalties(index))
+    assert torch.equal(drawn.controls.seen, counted.controls.seen)
+    assert torch.equal(drawn.controls.step, counted.controls.step)
+    for _ in range(6):
+        both()
+    assert torch.equal(drawn.penalties(index), counted.penalties(index))
+
+
 class Multiples:
     """Allows the columns that are multiples of a number, which grows with each id; known at once or after a step."""
 

@@ -38,7 +38,6 @@ DRAWN = SamplingParams(temperature=1, top_k=0, top_p=1, seed=5)
 WEARY = SamplingParams(temperature=1, top_k=0, top_p=1, seed=5, alpha_presence=0.5, alpha_frequency=0.5, alpha_decay=1)
 # Few tokens to choose from: among tens of thousands that are alike, a rounding would choose another.
 HEAVY = SamplingParams(temperature=1, top_k=4, top_p=1, seed=9, alpha_presence=0.7, alpha_frequency=0.3, repetition_penalty=1.1)
-UNPENALIZED = SamplingParams(temperature=1, top_k=4, top_p=1, seed=9, alpha_presence=0, alpha_frequency=0)
 LATE = pytest.mark.parametrize("late", [False, True])
 
 
@@ -218,10 +217,9 @@ def test_forced_tokens_are_fed_and_change_nothing(monkeypatch, late, copies):
 
         harness.engine.submit = note
         grammar = of_schema({**PERSON, "properties": {**PERSON["properties"], "mood": {"enum": ["so so", "very good"]}}}, "p")
-        found = harness.say(grammar, sampling=sampling, copies=copies, **fields), {**harness.worker._totals}
+        found = harness.say(grammar, sampling=HEAVY, copies=copies, **fields), {**harness.worker._totals}
         return *found, fed
 
-    sampling = UNPENALIZED if late else HEAVY
     texts, totals, fed = run()
     monkeypatch.setattr(RowOutput, "may_be_fed", lambda row: False)
     plain, plain_totals, plain_fed = run()
@@ -239,7 +237,7 @@ def test_a_row_among_others_draws_what_it_must_say():
         harness.engine.submit = lambda plan: steps.append(max(len(row.ids) for row in plan.rows)) or submit(plan)
         for number in range(others):
             harness.submit(f"plain {number}", [[3]], sampling=GREEDY, max_tokens=60)
-        said = harness.say(Grammar("regex", "[ab]eight or so[ab]", "p"), sampling=UNPENALIZED)
+        said = harness.say(Grammar("regex", "[ab]eight or so[ab]", "p"), sampling=HEAVY)
         return said, [fed for fed in steps if fed > 2]
 
     (alone, fed), (beside, fed_beside) = run(0), run(15)

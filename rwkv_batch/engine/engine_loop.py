@@ -178,7 +178,7 @@ class EngineLoop(ActiveRequests):
             return
         if accepted.masks is not None:
             for sequence, row in rows.items():
-                if self._may_be_fed(row) and not sequence.mask.complete:
+                if row.may_be_fed() and not sequence.mask.complete:
                     begin_forced(sequence, row, self.tokenizer.token_bytes)
                     self._totals["generation_tokens_total"] += row.count
         self._active[request.id] = active
@@ -285,12 +285,8 @@ class EngineLoop(ActiveRequests):
                 self._fail(row.active, EngineFailed(f"the grammar cannot be followed: {mask.error}", code="grammar_failed"))
             elif mask.ended:
                 self._complete(mask.sequence, row)
-            elif self._may_be_fed(row):
+            elif row.may_be_fed():
                 self._feed_forced(mask.sequence, row)
-
-    def _may_be_fed(self, row: RowOutput) -> bool:
-        """Whether ids may be fed to a row as if it had sampled them; a GPU's sampler cannot count them in penalties."""
-        return row.may_be_fed() and (self.scheduler.mixed or not row.active.request.sampling.penalized)
 
     def _feed_forced(self, sequence: Sequence, row: RowOutput) -> None:
         """What a row must say is fed as a prompt is, and not drawn token by token."""
