@@ -135,6 +135,9 @@ class Products:
 class ScaledProducts(Products):
     """In the place of `MatMulFp8`."""
 
+    def __init__(self, launcher: Launcher, *, fast: bool):
+        super().__init__(launcher)
+
     def __call__(self, x, weight, scales, out) -> None:
         super().__call__(x.values, weight, out)
 

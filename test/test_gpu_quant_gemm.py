@@ -12,7 +12,7 @@ from rwkv_batch.model.weight import Weight
 pytestmark = pytest.mark.gpu
 
 FP16_ERROR = 4e-4  # relative RMS: results are rounded to fp16, sums are fp32, values exact
-FP8_ERROR = 6e-4  # the tensor cores keep some 14 bits of a sum of e4m3, over 128 values of k
+FP8_ERROR = 3e-3  # the tensor cores keep some 14 bits of a sum of e4m3
 KINDS = [("int8", False), ("fp8", False), ("fp8", True)]  # format, and whether x is quantised
 
 
@@ -209,8 +209,8 @@ def test_a_row_depends_on_itself_alone(gemm, quantiser, M, K, transposed, format
         x = random(n, K)
         x[n // 2] = row
         out = multiply(gemm, Inputs(x, quantiser, rows).given, handle)[n // 2]
-        split = gemm.tile_configs(n, handle, quantised_rows=rows)[0].split
-        assert torch.equal(out, expected.setdefault(split, out)), n
+        config = gemm.tile_configs(n, handle, quantised_rows=rows)[0]
+        assert torch.equal(out, expected.setdefault((config.split, rows and config.tile > 96), out)), n
         for position in (0, n - 1):
             x = torch.full((n, K), torch.nan, dtype=torch.float16, device="cuda")
             x[position] = row

@@ -4,8 +4,9 @@
 // A tile is WGS times 128 rows of W by BN rows of x. One warp keeps a ring of shared-memory stages full through the copy engine
 // (TMA, 128-byte swizzle), 128 values of k a stage. A warpgroup for every 128 weight rows takes their bytes into registers: two
 // operands of 64 rows. x is fp16, and weights become fp16 on the way; or both are e4m3 and multiplied as they are, x having a
-// scale for each row, and sums of 128 values of k are added up in fp32, since the tensor cores keep 14 bits of a sum of e4m3
-// (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, 3.3.2).
+// scale for each row. The tensor cores keep 14 bits of a sum of e4m3 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, 3.3.2):
+// in narrow tiles, sums of 128 values of k are added up in fp32; wide ones have no registers for that, and their error, 1e-3 of a
+// result, is small beside that of e4m3.
 //
 // Which weight row a lane works on is free: lane 4 g + q of warp w has rows 32 w + 4 g + i, i = 0..3, of the warpgroup's. So
 // - of a matrix [M, K] (in the order of rwkv_batch/model/quantized.py: a lane's 16 values of k of each 64 lie together) it reads
@@ -18,7 +19,7 @@
 // each adds all sums for its part of the rows of x in the order of k. `cast` thread blocks of a cluster have the same weights and
 // neighbouring rows of x: each fetches a part of the weights for all of them, since the L2 cache is not fast enough for more rows
 // of x if each fetches all. A row's result depends on neither its position nor the
-// other rows, nor on how many there are while `split` stays the same.
+// other rows, nor on how many there are while `split` and that stay the same.
 #pragma once
 
 #include "../linear/hopper.cuh"
@@ -254,20 +255,18 @@ __device__ __forceinline__ void convert(uint32_t (&a)[4][2][4], uint32_t (&words
             }
 }
 
-// The operands of a stage's four fragments of 32 values of k, as e4m3, of one tile of 64 rows.
+// The operands of fragments u = 0, 1 of 32 values of k, as e4m3, of one tile of 64 rows.
 template <bool TRANSPOSED>
-__device__ __forceinline__ void arrange(uint32_t (&a)[4][4], const uint32_t (&words)[2][16], int tile) {
+__device__ __forceinline__ void arrange(uint32_t (&a)[2][4], const uint32_t (&w)[16], int tile) {
 #pragma unroll
-    for (int s = 0; s < 8; s++) {
-        const uint32_t* const w = words[s / 4];
+    for (int s = 0; s < 4; s++) {
         uint32_t* const to = a[s / 2] + s % 2 * 2;
         if constexpr (TRANSPOSED) {
-            const int at = 4 * (s % 4);
-            const uint32_t first = __byte_perm(w[at], w[at + 1], tile ? 0x7362 : 0x5140);
-            const uint32_t later = __byte_perm(w[at + 2], w[at + 3], tile ? 0x7362 : 0x5140);
+            const uint32_t first = __byte_perm(w[4 * s], w[4 * s + 1], tile ? 0x7362 : 0x5140);
+            const uint32_t later = __byte_perm(w[4 * s + 2], w[4 * s + 3], tile ? 0x7362 : 0x5140);
             to[0] = __byte_perm(first, later, 0x5410), to[1] = __byte_perm(first, later, 0x7632);
         } else {
-            to[0] = w[4 * (2 * tile) + s % 4], to[1] = w[4 * (2 * tile + 1) + s % 4];
+            to[0] = w[4 * (2 * tile) + s], to[1] = w[4 * (2 * tile + 1) + s];
         }
     }
 }
@@ -311,17 +310,18 @@ __device__ __forceinline__ void accumulate_fp16(
 
 // Nothing that makes or takes these values moves over this place: no instruction, but the compiler is held to the order that
 // products started and not yet waited for demand.
-template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void pin(uint32_t (&v)[ROWS][COLUMNS]) {
+__device__ __forceinline__ void pin(uint32_t& v) { asm volatile("" : "+r"(v)::"memory"); }
+template <class T, int COUNT>
+__device__ __forceinline__ void pin(T (&v)[COUNT]) {
 #pragma unroll
-    for (int i = 0; i < ROWS * COLUMNS; i++) asm volatile("" : "+r"(v[i / COLUMNS][i % COLUMNS])::"memory");
+    for (int i = 0; i < COUNT; i++) pin(v[i]);
 }
 
 // Start the product of a stage and one tile of 64 rows.
 template <int BN>
-__device__ __forceinline__ void start_part(float (&part)[BN / 2], const uint32_t (&a)[4][4], uint64_t b) {
+__device__ __forceinline__ void start_part(float (&part)[BN / 2], const uint32_t (&a)[2][2][4], uint64_t b) {
 #pragma unroll
-    for (int u = 0; u < 4; u++) WgmmaHeld<BN>::multiply_e4m3(part, a[u], b + u * 2, u > 0);
+    for (int u = 0; u < 4; u++) WgmmaHeld<BN>::multiply_e4m3(part, a[u / 2][u % 2], b + u * 2, u > 0);
     wgmma_commit();
 }
 template <int COUNT>
@@ -330,16 +330,16 @@ __device__ __forceinline__ void add(float (&sums)[COUNT], const float (&part)[CO
     for (int i = 0; i < COUNT; i++) sums[i] += part[i];
 }
 
-// The same with x in e4m3. Where registers allow, the next weights are read while the tensor cores work, and the part of one tile
+// The same with x in e4m3, and parts of 128 values of k added in fp32. Where registers allow, the next weights are read while the tensor cores work, and the part of one tile
 // of 64 rows is added while they work on the other.
 template <bool TRANSPOSED, int WGS, int BN>
-__device__ __forceinline__ void accumulate_e4m3(
+__device__ __forceinline__ void accumulate_parts(
     float (&sums)[2][BN / 2], const Shape& p, const Work& work, const char* stages, Barriers& barriers, Ring& ring
 ) {
     constexpr int STAGE = stage_bytes(WGS, BN, true);
     constexpr bool TWO_PARTS = BN <= 80, AHEAD = TRANSPOSED && BN <= 96;  // what ptxas takes without waiting for each product
     const int group = threadIdx.x / 128;
-    uint32_t words[2][16], a[2][4][4];
+    uint32_t words[2][16], a[2][2][2][4];
     const auto read = [&](bool there) {  // else what was read means nothing
         if (there) wait(&barriers.full[ring.stage], ring.parity);
 #pragma unroll
@@ -356,8 +356,9 @@ __device__ __forceinline__ void accumulate_e4m3(
         const uint64_t b = describe(shared_address(stages) + stage * STAGE + WGS * GROUP_BYTES);
         float parts[TWO_PARTS ? 2 : 1][BN / 2];
         pin(words);
-        arrange<TRANSPOSED>(a[0], words, 0), arrange<TRANSPOSED>(a[1], words, 1);
-        pin(a[0]), pin(a[1]);
+#pragma unroll
+        for (int j = 0; j < 4; j++) arrange<TRANSPOSED>(a[j / 2][j % 2], words[j % 2], j / 2);
+        pin(a);
         wgmma_fence();
         start_part<BN>(parts[0], a[0], b);
         if (!TWO_PARTS) {
@@ -376,6 +377,44 @@ __device__ __forceinline__ void accumulate_e4m3(
         release<true>(barriers, stage, p, work);
         add(sums[1], parts[TWO_PARTS]);
     }
+}
+
+// The same with x in e4m3, and sums left to the tensor cores.
+template <bool TRANSPOSED, int WGS, int BN>
+__device__ __forceinline__ void accumulate_whole(
+    float (&sums)[2][BN / 2], const Shape& p, const Work& work, const char* stages, Barriers& barriers, Ring& ring
+) {
+    constexpr int STAGE = stage_bytes(WGS, BN, true);
+    const int group = threadIdx.x / 128;
+    uint32_t a[2][2][2][4];
+    int last = 0;
+#pragma unroll 1
+    for (int i = 0; i < work.steps; i++) {
+        wait(&barriers.full[ring.stage], ring.parity);
+        const uint32_t stage = shared_address(stages) + ring.stage * STAGE;
+        const uint64_t b = describe(stage + WGS * GROUP_BYTES);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint32_t words[16];
+            read_weights<TRANSPOSED>(words, stage + group * GROUP_BYTES, half);
+            wgmma_wait<1>();
+            if (half == 1 && i > 0) release<true>(barriers, last, p, work);
+            pin(words);
+            arrange<TRANSPOSED>(a[half][0], words, 0), arrange<TRANSPOSED>(a[half][1], words, 1);
+            pin(a[half]);
+            wgmma_fence();
+#pragma unroll
+            for (int u = 0; u < 2; u++)
+#pragma unroll
+                for (int tile = 0; tile < 2; tile++)
+                    WgmmaHeld<BN>::multiply_e4m3(sums[tile], a[half][tile][u], b + half * 4 + u * 2, i + half + u > 0);
+            wgmma_commit();
+        }
+        last = ring.stage;
+        ring.advance(p.stages);
+    }
+    wgmma_wait<0>();
+    release<true>(barriers, last, p, work);
 }
 
 // A lane's four weight rows: where they are in the tile, and their scales.
@@ -484,8 +523,10 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& w_map, const C
         Ring ring;
         for (int t = work.first; t < work.tiles; t += work.stride) {
             float sums[2][BN / 2];
-            if constexpr (FP8)
-                accumulate_e4m3<TRANSPOSED, WGS, BN>(sums, p, work, stages, barriers, ring);
+            if constexpr (FP8 && BN > 96)
+                accumulate_whole<TRANSPOSED, WGS, BN>(sums, p, work, stages, barriers, ring);
+            else if constexpr (FP8)
+                accumulate_parts<TRANSPOSED, WGS, BN>(sums, p, work, stages, barriers, ring);
             else
                 accumulate_fp16<VALUES, TRANSPOSED, WGS, BN>(sums, p, work, stages, barriers, ring);
             const Tile tile(t, p, work, WGS * GROUP_ROWS, BN);

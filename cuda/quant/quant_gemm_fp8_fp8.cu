@@ -8,8 +8,8 @@ template <bool TRANSPOSED, int WGS, int BN>
 constexpr Variant of() {
     return variant<E4M3_VALUES, true, TRANSPOSED, WGS, BN>();
 }
-const Variant VARIANTS[] = {of<false, 2, 64>(), of<false, 2, 80>(), of<false, 2, 96>(), of<false, 2, 128>(),
-                            of<true, 2, 64>(),  of<true, 2, 80>(),  of<true, 2, 96>(),  of<true, 2, 128>()};
+const Variant VARIANTS[] = {of<false, 2, 64>(), of<false, 2, 80>(), of<false, 2, 96>(), of<false, 2, 128>(), of<false, 2, 160>(),
+                            of<true, 2, 64>(),  of<true, 2, 80>(),  of<true, 2, 96>(),  of<true, 2, 128>(),  of<true, 2, 160>()};
 
 }  // namespace
 }  // namespace rwkv

@@ -22,7 +22,7 @@ class MatMulFp8(MatMul):
     """The products on one device: sums in fp32, results in fp16.
 
     available  False where the device or the library has none
-    fast       sums stay on the tensor cores, in some 14 bits, for all of k
+    fast       sums stay on the tensor cores, in some 14 bits, an error of 1e-3 beside the 3e-2 of e4m3 itself
     """
 
     NAME = "matmul-fp8"

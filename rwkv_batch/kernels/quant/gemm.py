@@ -16,7 +16,7 @@ from rwkv_batch.kernels.quant.rows import E4M3, Order, QuantRows
 BK = 128  # k of a stage
 BOX_ROWS = 64  # of weights that one copy takes
 TILES = {128: (16, 32, 64), 256: (16, 32, 64, 128)}  # rows of x of a tile, which are fp16
-FP8_TILES = {256: (64, 80, 96, 128)}  # which are e4m3
+FP8_TILES = {256: (64, 80, 96, 128, 160)}  # which are e4m3
 FORMATS = ("int8", "fp8")
 MAX_MAPS = 4096  # descriptions of x kept; beyond that they are made anew
 MAX_CLUSTER = 8  # thread blocks

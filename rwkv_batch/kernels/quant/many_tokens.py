@@ -34,7 +34,7 @@ class ManyTokens:
         self.gemm = QuantGemm(launcher)
         self.quantiser = RowQuantiser(launcher)
         self._handles: dict[QuantMatrix, QuantGemmMatrix | None] = {}
-        self._cublas = MatMulFp8(launcher) if quant == "fp8" else None
+        self._cublas = MatMulFp8(launcher, fast=True) if quant == "fp8" else None
         width = _row_bytes(shape) if quant == "fp8" else 0
         self._values = torch.empty(max_tokens * width, dtype=torch.uint8, device=launcher.device)
         self._scales = torch.empty(max_tokens * 3 if width else 0, dtype=torch.float32, device=launcher.device)
