@@ -51,7 +51,9 @@ from rwkv_batch.text.tokenizer import Tokenizer, for_vocab
 
 W8A8 = "fp8-w8a8"
 STEP = 512  # tokens of a step, all of whose logits are looked at
+SLOTS = 32  # documents of a step, at most
 END_OF_TEXT = "<|endoftext|>"
+SHARD = ".npz"
 FP8 = (Method.FP8, Method.FP8_CUBLAS)
 
 
@@ -76,10 +78,10 @@ class Runner:
             self.model = Model(weights, self.ops, "kernels")
             dtypes = {"shift_dtype": torch.float16, "wkv_dtype": torch.float16}
         self.kernels = library is not None
-        self.state = State(weights.shape, STEP, device=weights.device, **dtypes)
+        self.state = State(weights.shape, SLOTS, device=weights.device, **dtypes)
 
     def log_probs(self, documents: list[list[int]]) -> torch.Tensor:
-        """Return what the model expects behind each of at most STEP tokens [N, U], fp32."""
+        """Return what the model expects behind each of at most STEP tokens of SLOTS documents [N, U], fp32."""
         slots, device = list(range(len(documents))), self.weights.device
         self.state.clear(slots)
         tokens = torch.tensor([token for ids in documents for token in ids], device=device)
@@ -139,7 +141,8 @@ class Bench:
         self.dtype = torch.float32 if self.library is None else torch.float16
         self.file = checkpoint.find_checkpoint(args.model_path or DEMO_FOLDER / "model.rwkv")
         shape = weights_module.check_tensors(self._tensors(), str(self.file))
-        self.tokenizer = for_vocab(shape.vocab_size)
+        reads = args.lambada or any(not path.endswith(SHARD) for path in args.text)
+        self.tokenizer = for_vocab(shape.vocab_size) if reads else None
         self.plain = Runner(self.load(PLAIN), self.library, "none")
         self.columns = torch.full((shape.vocab_size,), -1, device=self.device)
         outputs = self.plain.weights.output_ids
@@ -151,10 +154,8 @@ class Bench:
 
     def load(self, quant: Quantisation) -> Weights:
         """Return the model in a format."""
-        known = valid_ids(self.tokenizer)
-        return weights_module.from_tensors(
-            self._tensors(), dtype=self.dtype, device=self.device, quant=quant, valid_ids=lambda vocab_size: known
-        )
+        known = None if self.tokenizer is None else lambda vocab_size: valid_ids(self.tokenizer)
+        return weights_module.from_tensors(self._tensors(), dtype=self.dtype, device=self.device, quant=quant, valid_ids=known)
 
     def runner(self, mode: str) -> Runner:
         """Return the model in one of the modes."""
@@ -165,7 +166,7 @@ class Bench:
 
     def documents(self, path: str) -> list[Document]:
         """Return documents of at most STEP tokens, `--tokens` of them in all."""
-        if path.endswith(".npz"):
+        if path.endswith(SHARD):
             found = shard_documents(path, self.plain.weights.output_ids.tolist(), self.plain.weights.shape.vocab_size)
         else:
             found = text_documents(path, self.tokenizer)
@@ -212,7 +213,7 @@ def batches(documents: list[Document]) -> Iterator[list[Document]]:
     """Yield documents that make a step together."""
     batch, total = [], 0
     for document in documents:
-        if total + len(document.ids) > STEP:
+        if total + len(document.ids) > STEP or len(batch) == SLOTS:
             yield batch
             batch, total = [], 0
         batch.append(document)

@@ -94,6 +94,20 @@ def test_a_session_of_another_format_is_refused(tmp_path):
             files[form].decode([kept])
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_session_goes_on_in_the_model_from_the_file(form, tmp_path):
+    """Begun in the one that was quantised at load."""
+    begun = loaded(source_file(tmp_path), quant=Quantisation(form))
+    state = State(begun.shape, 2)
+    Model(begun).forward(torch.arange(5, 45), PackedRows([0], [40]), state)
+    kept = b"".join(StateFile(begun.fingerprint, begun.shape).encode(StoredState(state.take(0), 0)))
+    expected = Model(begun).forward(torch.tensor([7]), PackedRows([0], [1]), state)
+    later = loaded(quantised_file(tmp_path, Quantisation(form)))
+    state = State(later.shape, 2)
+    state.put(1, StateFile(later.fingerprint, later.shape).decode([kept]).snapshot)
+    assert torch.equal(Model(later).forward(torch.tensor([7]), PackedRows([1], [1]), state), expected)
+
+
 @pytest.mark.parametrize("form", ["", *FORMATS])
 def test_the_size_is_known_before_anything_is_loaded(form):
     """But for the embedding, what a layer has beside its matrices, and ids without logits."""

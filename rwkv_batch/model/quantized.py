@@ -5,9 +5,9 @@ A matrix [.., M, K] is M outputs of K inputs. Its values are stored row by row; 
 
     format  values                              scales                            transposed: scales
     int8    int8 [.., M, K]                     fp32 [.., M, 1] = amax / 127      fp32 [1, K]
-    fp8     float8_e4m3fn [.., M, K]            fp32 [.., M, 1] = amax / 448      fp32 [1, K]
-    fp6     uint8 [.., M, K / 2 + K / 4], e3m2  fp32 [.., M, 1] = amax / 28       fp32 [1, K]
-    fp5     uint8 [.., M, K / 2 + K / 8], e2m2  fp32 [.., M, 1] = amax / 7        fp32 [1, K]
+    fp8     float8_e4m3fn [.., M, K]            fp32 [.., M, 1], near amax / 448  fp32 [1, K]
+    fp6     uint8 [.., M, K / 2 + K / 4], e3m2  fp32 [.., M, 1], near amax / 28   fp32 [1, K]
+    fp5     uint8 [.., M, K / 2 + K / 8], e2m2  fp32 [.., M, 1], near amax / 7    fp32 [1, K]
     int4    uint8 [.., M, K / 2]                fp16 [.., M, K / 64]              fp16 [M, K / 64]
     nf4     uint8 [.., M, K / 2]                fp16 [.., M, K / 64] = amax       fp16 [M, K / 64]
 
@@ -33,7 +33,7 @@ so that shifts and masks make two fp16 numbers of a pair: sign, exponent and man
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -44,6 +44,9 @@ BLOCK = 64  # inputs of one order, and of one scale where a row has several
 VALUES_AT_A_TIME = 2**22  # values that are worked on at a time: what they need beside is not worth the memory of a whole matrix
 SMALLEST_SCALE = 1e-30  # of rows that are all zero
 CLIPS = tuple(0.88 + 0.04 * n for n in range(12))  # int4: by what the scale that shows the largest value is divided
+# fp8, fp6, fp5: by what the scale that shows the largest value is multiplied. A float's steps double at each power of two, so
+# it counts where the values lie between two.
+SHIFTS = tuple(2 ** (n / 8) for n in range(-3, 5))
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -150,8 +153,8 @@ def quantise(matrix: Tensor, name: str, *, transposed: bool = False) -> tuple[Te
     scales = torch.empty(shape, dtype=FORMATS[name].scale_dtype, device=matrix.device)
     shared = transposed and not FORMATS[name].grouped
     if shared:
-        largest = torch.stack([block.abs().amax(0) for _, block in _blocks(rows)]).amax(0).float()
-        scales.copy_((largest / FORMATS[name].largest).clamp_min(SMALLEST_SCALE))
+        largest = torch.stack([block.abs().amax(0, keepdim=True) for _, block in _blocks(rows)]).amax(0).float()
+        scales.copy_(_shown(largest, (block.float() for _, block in _blocks(rows)), name))
     by_row = scales.view(-1, shape[-1])
     for at, block in _blocks(rows):
         block = block.float()
@@ -198,11 +201,35 @@ def _blocks(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
 def _scales(block: Tensor, name: str) -> Tensor:
     """Return the scales of rows [m, K], in the type in which they are stored."""
     if not FORMATS[name].grouped:
-        return (block.abs().amax(1, keepdim=True) / FORMATS[name].largest).clamp_min(SMALLEST_SCALE)
+        return _shown(block.abs().amax(1, keepdim=True), (block,), name)
     groups = block.view(len(block), -1, BLOCK)
     if name == "nf4":
         return groups.abs().amax(2).half()
     return _int4_scales(groups).half()
+
+
+def _shown(largest: Tensor, blocks: Iterable[Tensor], name: str) -> Tensor:
+    """Return the scales that show the largest values of rows [m, 1] or of columns [1, K]; of floats, with the least error."""
+    scales = (largest / FORMATS[name].largest).clamp_min_(SMALLEST_SCALE)
+    if name == "int8":
+        return scales
+    trials = torch.stack([scales * shift for shift in SHIFTS])
+    over = 1 if largest.shape[1] == 1 else 0
+    errors = 0
+    for block in blocks:
+        squares = [(_rounded(block / trial, name).mul_(trial) - block).square_().sum(over, keepdim=True) for trial in trials]
+        errors = errors + torch.stack(squares)
+    return trials.gather(0, errors.argmin(0, keepdim=True))[0]
+
+
+def _rounded(values: Tensor, name: str) -> Tensor:
+    """Return the numbers of a floating format that are nearest to values, fp32."""
+    largest = FORMATS[name].largest
+    if name == "fp8":
+        return values.clamp_(-largest, largest).to(torch.float8_e4m3fn).float()
+    powers = (values.view(torch.int32) & 0x7F800000).view(torch.float32)  # of two, at or below each value
+    steps = powers.mul_(0.25).clamp_min_(float(_table(name, values.device)[1]))
+    return (values / steps).round_().mul_(steps).clamp_(-largest, largest)
 
 
 def _int4_scales(groups: Tensor) -> Tensor:
