@@ -205,7 +205,8 @@ def test_a_product_in_stored_order_is_the_product(name):
 def test_a_gpu_makes_what_a_cpu_makes(name, transposed):
     values = matrix(256, 1024, outliers=True)
     here, there = (Weight.quantised(values.to(d), name, transposed=transposed) for d in ("cpu", "cuda"))
-    assert torch.allclose(here.dense(), there.dense().cpu(), rtol=0.01, atol=1e-6) or name == "int4"
+    if name in ("int8", "nf4"):  # for others a scale is sought, and two may be as good
+        assert torch.allclose(here.dense(), there.dense().cpu(), rtol=0.01, atol=1e-6)
     assert torch.equal(there.dense().cpu(), there.to("cpu").dense())
     error = there.dense().cpu() - values
     assert error.norm() <= 1.001 * (here.dense() - values).norm()

@@ -264,6 +264,7 @@ def test_the_command_writes_a_file_or_says_in_one_line_why_not(tmp_path, capsys)
     code, said = command(tmp_path / "m", target, "--quant", "fp8", "--device", "cpu")
     assert (code, "MiB" in said) == (0, True)
     assert loaded(target).quant == Quantisation("fp8")
+    assert target.stat().st_mode == source.stat().st_mode, "readable for whom other files are"
     kept = target.read_bytes()
     refused = {
         (source, target): "--quant",

@@ -28,7 +28,10 @@ def write_quantised(source: Path, target: Path, quant: Quantisation, device: tor
     kept = _quantised(tensors, shape, str(source), quant, device)
     draft = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
+        draft.touch()
+        mode = draft.stat().st_mode  # which the library narrows
         save_file(kept, draft, metadata=metadata_of(stored))
+        draft.chmod(mode)
         with draft.open("rb+") as file:
             os.fsync(file.fileno())
             size = os.fstat(file.fileno()).st_size
