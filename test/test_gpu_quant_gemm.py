@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rwkv_batch.kernels.gemm import TileConfig
-from rwkv_batch.kernels.quant.gemm import FP8_TILES, MAX_CLUSTER, TILES, configs
+from rwkv_batch.kernels.quant.gemm import FP8_TILES, MAX_CLUSTER, TILES, configs, stage_bytes
 from rwkv_batch.kernels.quant.matrix import QuantMatrix
 from rwkv_batch.kernels.quant.rows import Order, QuantRows
 from rwkv_batch.model.weight import Weight
@@ -272,7 +272,7 @@ def test_configs_fit():
                 offer = configs(n, m, k, 1, 132, fp8)
                 assert offer, (n, m, k)
                 for config in offer:
-                    stage = config.height * 128 + config.tile * (128 if fp8 else 256)
+                    stages = stage_bytes(config.height, config.tile, config.stages, fp8)
                     sums = config.tile * (config.height + 4) * 4 * (config.split > 1)
                     assert config.stages >= 2, config
-                    assert max(config.stages * stage, sums) + 1024 <= 225 << 10, config
+                    assert max(stages, sums) + 1024 <= 225 << 10, config

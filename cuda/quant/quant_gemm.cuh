@@ -1,8 +1,9 @@
 // out[n, m] = scale[m] * sum over k of W[m, k] x[n, k] for some to many rows n, W of 8 bits a value, by Hopper's wgmma with the
 // weights as its 64-high operand, in registers.
 //
-// A tile is WGS times 128 rows of W by BN rows of x. One warp keeps a ring of shared-memory stages full through the copy engine
-// (TMA, 128-byte swizzle), 128 values of k a stage. A warpgroup for every 128 weight rows takes their bytes into registers: two
+// A tile is WGS times 128 rows of W by BN rows of x. Two warps keep two rings of shared-memory stages full through the copy engine
+// (TMA, 128-byte swizzle), 128 values of k a stage: weights, which come from far but go into registers at once, and rows of x,
+// which are near but wait for the end of their products. A warpgroup for every 128 weight rows takes their bytes into registers: two
 // operands of 64 rows. x is fp16, and weights become fp16 on the way; or both are e4m3 and multiplied as they are, x having a
 // scale for each row. The tensor cores keep 14 bits of a sum of e4m3 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, 3.3.2):
 // in narrow tiles, sums of 128 values of k are added up in fp32; wide ones have no registers for that, and their error, 1e-3 of a
@@ -43,14 +44,16 @@ struct Shape {
     const float* scales;       // [batch, M] of weight rows
     const float* token_scales;  // [batch, N] of rows of x, where they are e4m3
     uint32_t* active_mask;     // [M / 32] or null: bit i of word w says whether weight row 32 w + i has a result that is not zero
-    int N, M, width, k_blocks, m_tiles, n_tiles, batch, split, log_split, cast, log_cast, stages;  // n_tiles: `cast` at once
+    int N, M, width, k_blocks, m_tiles, n_tiles, batch, split, log_split, cast, log_cast;  // n_tiles: `cast` at once
+    int stages, row_stages;  // of weights, of rows of x
     int activation;
 };
 
-// Thread blocks that need many registers have a whole loading warpgroup, whose registers the others get; else one loading warp.
+// Thread blocks that need many registers have a whole loading warpgroup, whose registers the others get; else the two loading warps.
 __host__ __device__ constexpr bool wide(int bn, bool fp8) { return fp8 || bn > 64; }
-__host__ __device__ constexpr int threads(int wgs, int bn, bool fp8) { return wgs * 128 + (wide(bn, fp8) ? 128 : 32); }
-__host__ __device__ constexpr int stage_bytes(int wgs, int bn, bool fp8) { return wgs * GROUP_BYTES + bn * BK * (fp8 ? 1 : 2); }
+__host__ __device__ constexpr int threads(int wgs, int bn, bool fp8) { return wgs * 128 + (wide(bn, fp8) ? 128 : 64); }
+__host__ __device__ constexpr int row_stage(int bn, bool fp8) { return bn * BK * (fp8 ? 1 : 2); }  // bytes
+constexpr int row_stages(int stages) { return (3 * stages + 3) / 4; }  // of rows of x, beside so many of weights
 __host__ __device__ constexpr int float_pitch(int wgs) { return wgs * GROUP_ROWS + 4; }  // fp32 row of the partial sums
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -103,19 +106,18 @@ struct Ring {
 };
 
 struct Barriers {
-    uint64_t full[MAX_STAGES], empty[MAX_STAGES];
+    uint64_t full[MAX_STAGES], empty[MAX_STAGES], rows_full[MAX_STAGES], rows_empty[MAX_STAGES];
 };
 
-// The loading warp, of which one thread works.
+// The warp that loads weights, of which one thread works.
 template <bool FP8, bool TRANSPOSED, int WGS, int BN>
-__device__ __forceinline__ void load(
-    const CUtensorMap& w_map, const CUtensorMap& x_map, const Shape& p, const Work& work, char* stages, Barriers& barriers
+__device__ __forceinline__ void load_weights(
+    const CUtensorMap& map, const Shape& p, const Work& work, char* stages, Barriers& barriers
 ) {
-    constexpr int STAGE = stage_bytes(WGS, BN, FP8);
-    const uint64_t w_policy = p.n_tiles == 1 ? READ_ONCE : READ_AGAIN;
-    auto load_w = [&](int stage, const Tile& tile, int k) {
-        expect_bytes(&barriers.full[stage], STAGE);
-        char* to = stages + stage * STAGE;
+    const uint64_t policy = p.n_tiles == 1 ? READ_ONCE : READ_AGAIN;
+    const auto load = [&](int stage, const Tile& tile, int k) {
+        expect_bytes(&barriers.full[stage], WGS * GROUP_BYTES);
+        char* to = stages + stage * (WGS * GROUP_BYTES);
         const int boxes = WGS * 2 >> p.log_cast;  // this thread block's
 #pragma unroll
         for (int i = 0; i < WGS * 2; i++) {
@@ -123,62 +125,91 @@ __device__ __forceinline__ void load(
             const int box = work.number * boxes + i;
             const int m = TRANSPOSED ? tile.m + box / 2 * GROUP_ROWS : tile.m + box * BOX_ROWS;
             const int from_k = TRANSPOSED ? k * BK + box % 2 * BOX_ROWS : k * BK;
+            const int c0 = TRANSPOSED ? m : from_k, c1 = TRANSPOSED ? from_k : m;
             if (!FP8 || p.cast == 1)
-                copy_box(to + box * BOX_BYTES, w_map, &barriers.full[stage], w_policy, TRANSPOSED ? m : from_k,
-                         TRANSPOSED ? from_k : m, tile.plane);
+                copy_box(to + box * BOX_BYTES, map, &barriers.full[stage], policy, c0, c1, tile.plane);
             else
-                copy_box_to_all(to + box * BOX_BYTES, w_map, &barriers.full[stage], w_policy, TRANSPOSED ? m : from_k,
-                                TRANSPOSED ? from_k : m, tile.plane, ((1 << p.cast) - 1) << work.part * p.cast);
+                copy_box_to_all(to + box * BOX_BYTES, map, &barriers.full[stage], policy, c0, c1, tile.plane,
+                                ((1 << p.cast) - 1) << work.part * p.cast);
         }
-    };
-    auto load_x = [&](int stage, const Tile& tile, int k) {
-        char* to = stages + stage * STAGE + WGS * GROUP_BYTES;
-#pragma unroll
-        for (int half = 0; half < (FP8 ? 1 : 2); half++)  // bytes: 64 values of fp16, or 128 of e4m3
-            copy_box(to + half * BN * 128, x_map, &barriers.full[stage], READ_AGAIN, k * BK * (FP8 ? 1 : 2) + half * 128, tile.n,
-                     tile.plane);
     };
     const bool leads = threadIdx.x % 32 == 0;
     const int early = min(p.stages, work.steps);
     const Tile first(work.first, p, work, WGS * GROUP_ROWS, BN);
     if (p.cast > 1) cluster_wait();  // the others have begun, and what they have of barriers is there
 #pragma unroll 1
-    for (int i = 0; leads && i < early; i++) load_w(i, first, work.k0 + i);
+    for (int i = 0; leads && i < early; i++) load(i, first, work.k0 + i);
     // The next kernel may ask for its weights when all of this one's are asked for.
     const bool all = early == work.steps && work.first + work.stride >= work.tiles;
     if (all) release_next();
     __syncwarp();
     __syncthreads();
-    if (leads) {
-        wait_for_previous();
-#pragma unroll 1
-        for (int i = 0; i < early; i++) load_x(i, first, work.k0 + i);
-
+    if (leads && !all) {
         Ring ring{early % p.stages, early / p.stages};
         for (int t = work.first; t < work.tiles; t += work.stride) {
             const Tile tile(t, p, work, WGS * GROUP_ROWS, BN);
 #pragma unroll 1
             for (int i = t == work.first ? early : 0; i < work.steps; i++) {
                 wait(&barriers.empty[ring.stage], ring.parity ^ 1);
-                load_w(ring.stage, tile, work.k0 + i);
-                load_x(ring.stage, tile, work.k0 + i);
+                load(ring.stage, tile, work.k0 + i);
                 ring.advance(p.stages);
             }
         }
-        if (!all) release_next();
+        release_next();
     }
     __syncwarp();
 }
 
-// A warp has read a stage.
-template <bool FP8>
-__device__ __forceinline__ void release(Barriers& barriers, int stage, const Shape& p, const Work& work) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (FP8) {
-        if (lane < p.cast) arrive_at(&barriers.empty[stage], work.part * p.cast + lane);
-    } else {
-        if (lane == 0) arrive(&barriers.empty[stage]);
+// The warp that loads rows of x.
+template <bool FP8, int WGS, int BN>
+__device__ __forceinline__ void load_rows(
+    const CUtensorMap& map, const Shape& p, const Work& work, char* stages, Barriers& barriers
+) {
+    if (p.cast > 1) cluster_wait();
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) {
+        wait_for_previous();
+        Ring ring;
+        for (int t = work.first; t < work.tiles; t += work.stride) {
+            const Tile tile(t, p, work, WGS * GROUP_ROWS, BN);
+#pragma unroll 1
+            for (int i = 0; i < work.steps; i++) {
+                uint64_t* const full = &barriers.rows_full[ring.stage];
+                wait(&barriers.rows_empty[ring.stage], ring.parity ^ 1);
+                expect_bytes(full, row_stage(BN, FP8));
+#pragma unroll
+                for (int half = 0; half < (FP8 ? 1 : 2); half++)  // bytes: 64 values of fp16, or 128 of e4m3
+                    copy_box(stages + ring.stage * row_stage(BN, FP8) + half * BN * 128, map, full, READ_AGAIN,
+                             (work.k0 + i) * BK * (FP8 ? 1 : 2) + half * 128, tile.n, tile.plane);
+                ring.advance(p.row_stages);
+            }
+        }
     }
+    __syncwarp();
+}
+
+// Where a warp of consumers is in the rings.
+struct Place {
+    Barriers& barriers;
+    const Shape& p;
+    const Work& work;
+    uint32_t weights, rows;  // addresses: this warpgroup's in the first stage; those of x
+    Ring ring, row_ring;
+};
+
+// A warp has read a stage of weights, or of rows of x.
+template <bool FP8>
+__device__ __forceinline__ void release_weights(const Place& at) {
+    const int lane = threadIdx.x % 32;
+    __syncwarp();
+    if constexpr (FP8) {
+        if (lane < at.p.cast) arrive_at(&at.barriers.empty[at.ring.stage], at.work.part * at.p.cast + lane);
+    } else {
+        if (lane == 0) arrive(&at.barriers.empty[at.ring.stage]);
+    }
+}
+__device__ __forceinline__ void release_rows(const Place& at, int stage) {
+    if (threadIdx.x % 32 == 0) arrive(&at.barriers.rows_empty[stage]);
 }
 
 __device__ __forceinline__ uint4 read16(uint32_t at) {
@@ -274,24 +305,22 @@ __device__ __forceinline__ void arrange(uint32_t (&a)[2][4], const uint32_t (&w)
 // One warpgroup's sums of a tile, over this thread block's part of k, x being fp16. 64 values of k are converted while the tensor
 // cores work on the 64 before.
 template <Values VALUES, bool TRANSPOSED, int WGS, int BN>
-__device__ __forceinline__ void accumulate_fp16(
-    float (&sums)[2][BN / 2], const Shape& p, const Work& work, const char* stages, Barriers& barriers, Ring& ring
-) {
-    constexpr int STAGE = stage_bytes(WGS, BN, false);
-    const int group = threadIdx.x / 128;
+__device__ __forceinline__ void accumulate_fp16(float (&sums)[2][BN / 2], Place& at) {
     uint32_t a[2][4][2][4];
     int last = 0;
 #pragma unroll 1
-    for (int i = 0; i < work.steps; i++) {
-        wait(&barriers.full[ring.stage], ring.parity);
-        const uint32_t stage = shared_address(stages) + ring.stage * STAGE;
-        const uint64_t b = describe(stage + WGS * GROUP_BYTES);
+    for (int i = 0; i < at.work.steps; i++) {
+        const uint32_t weights = at.weights + at.ring.stage * (WGS * GROUP_BYTES);
+        const uint64_t b = describe(at.rows + at.row_ring.stage * row_stage(BN, false));
+        wait(&at.barriers.full[at.ring.stage], at.ring.parity);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             uint32_t words[16];
-            read_weights<TRANSPOSED>(words, stage + group * GROUP_BYTES, half);
+            read_weights<TRANSPOSED>(words, weights, half);
+            if (half == 0) wait(&at.barriers.rows_full[at.row_ring.stage], at.row_ring.parity);
+            if (half == 1) release_weights<false>(at);
             wgmma_wait<1>();
-            if (half == 1 && i > 0) release<false>(barriers, last, p, work);
+            if (half == 1 && i > 0) release_rows(at, last);
             convert<VALUES, TRANSPOSED>(a[half], words);
             wgmma_fence();
 #pragma unroll
@@ -301,11 +330,11 @@ __device__ __forceinline__ void accumulate_fp16(
                     WgmmaHeld<BN>::multiply_fp16(sums[tile], a[half][s][tile], b + (half * BN * 128 + s * 32) / 16, i + half + s > 0);
             wgmma_commit();
         }
-        last = ring.stage;
-        ring.advance(p.stages);
+        last = at.row_ring.stage;
+        at.ring.advance(at.p.stages), at.row_ring.advance(at.p.row_stages);
     }
     wgmma_wait<0>();
-    release<false>(barriers, last, p, work);
+    release_rows(at, last);
 }
 
 // Nothing that makes or takes these values moves over this place: no instruction, but the compiler is held to the order that
@@ -333,27 +362,28 @@ __device__ __forceinline__ void add(float (&sums)[COUNT], const float (&part)[CO
 // The same with x in e4m3, and parts of 128 values of k added in fp32. Where registers allow, the next weights are read while the tensor cores work, and the part of one tile
 // of 64 rows is added while they work on the other.
 template <bool TRANSPOSED, int WGS, int BN>
-__device__ __forceinline__ void accumulate_parts(
-    float (&sums)[2][BN / 2], const Shape& p, const Work& work, const char* stages, Barriers& barriers, Ring& ring
-) {
-    constexpr int STAGE = stage_bytes(WGS, BN, true);
+__device__ __forceinline__ void accumulate_parts(float (&sums)[2][BN / 2], Place& at) {
     constexpr bool TWO_PARTS = BN <= 80, AHEAD = TRANSPOSED && BN <= 96;  // what ptxas takes without waiting for each product
-    const int group = threadIdx.x / 128;
     uint32_t words[2][16], a[2][2][2][4];
     const auto read = [&](bool there) {  // else what was read means nothing
-        if (there) wait(&barriers.full[ring.stage], ring.parity);
+        if (there) wait(&at.barriers.full[at.ring.stage], at.ring.parity);
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            read_weights<TRANSPOSED>(words[half], shared_address(stages) + ring.stage * STAGE + group * GROUP_BYTES, half);
+            read_weights<TRANSPOSED>(words[half], at.weights + at.ring.stage * (WGS * GROUP_BYTES), half);
+        if (there) {
+            release_weights<true>(at);
+            at.ring.advance(at.p.stages);
+        }
     };
 #pragma unroll
     for (int i = 0; i < BN; i++) sums[i / (BN / 2)][i % (BN / 2)] = 0;
     if (AHEAD) read(true);
 #pragma unroll 1
-    for (int i = 0; i < work.steps; i++) {
+    for (int i = 0; i < at.work.steps; i++) {
         if (!AHEAD) read(true);
-        const int stage = ring.stage;
-        const uint64_t b = describe(shared_address(stages) + stage * STAGE + WGS * GROUP_BYTES);
+        const int stage = at.row_ring.stage;
+        const uint64_t b = describe(at.rows + stage * row_stage(BN, true));
+        wait(&at.barriers.rows_full[stage], at.row_ring.parity);
         float parts[TWO_PARTS ? 2 : 1][BN / 2];
         pin(words);
 #pragma unroll
@@ -367,38 +397,36 @@ __device__ __forceinline__ void accumulate_parts(
             wgmma_fence();
         }
         start_part<BN>(parts[TWO_PARTS], a[1], b);
-        ring.advance(p.stages);
-        if (AHEAD) read(i + 1 < work.steps);
+        if (AHEAD) read(i + 1 < at.work.steps);
         if (TWO_PARTS) {
             wgmma_wait<1>();
             add(sums[0], parts[0]);
         }
         wgmma_wait<0>();
-        release<true>(barriers, stage, p, work);
+        release_rows(at, stage);
         add(sums[1], parts[TWO_PARTS]);
+        at.row_ring.advance(at.p.row_stages);
     }
 }
 
 // The same with x in e4m3, and sums left to the tensor cores.
 template <bool TRANSPOSED, int WGS, int BN>
-__device__ __forceinline__ void accumulate_whole(
-    float (&sums)[2][BN / 2], const Shape& p, const Work& work, const char* stages, Barriers& barriers, Ring& ring
-) {
-    constexpr int STAGE = stage_bytes(WGS, BN, true);
-    const int group = threadIdx.x / 128;
+__device__ __forceinline__ void accumulate_whole(float (&sums)[2][BN / 2], Place& at) {
     uint32_t a[2][2][2][4];
     int last = 0;
 #pragma unroll 1
-    for (int i = 0; i < work.steps; i++) {
-        wait(&barriers.full[ring.stage], ring.parity);
-        const uint32_t stage = shared_address(stages) + ring.stage * STAGE;
-        const uint64_t b = describe(stage + WGS * GROUP_BYTES);
+    for (int i = 0; i < at.work.steps; i++) {
+        const uint32_t weights = at.weights + at.ring.stage * (WGS * GROUP_BYTES);
+        const uint64_t b = describe(at.rows + at.row_ring.stage * row_stage(BN, true));
+        wait(&at.barriers.full[at.ring.stage], at.ring.parity);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             uint32_t words[16];
-            read_weights<TRANSPOSED>(words, stage + group * GROUP_BYTES, half);
+            read_weights<TRANSPOSED>(words, weights, half);
+            if (half == 0) wait(&at.barriers.rows_full[at.row_ring.stage], at.row_ring.parity);
+            if (half == 1) release_weights<true>(at);
             wgmma_wait<1>();
-            if (half == 1 && i > 0) release<true>(barriers, last, p, work);
+            if (half == 1 && i > 0) release_rows(at, last);
             pin(words);
             arrange<TRANSPOSED>(a[half][0], words, 0), arrange<TRANSPOSED>(a[half][1], words, 1);
             pin(a[half]);
@@ -410,11 +438,11 @@ __device__ __forceinline__ void accumulate_whole(
                     WgmmaHeld<BN>::multiply_e4m3(sums[tile], a[half][tile][u], b + half * 4 + u * 2, i + half + u > 0);
             wgmma_commit();
         }
-        last = ring.stage;
-        ring.advance(p.stages);
+        last = at.row_ring.stage;
+        at.ring.advance(at.p.stages), at.row_ring.advance(at.p.row_stages);
     }
     wgmma_wait<0>();
-    release<true>(barriers, last, p, work);
+    release_rows(at, last);
 }
 
 // A lane's four weight rows: where they are in the tile, and their scales.
@@ -507,10 +535,12 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& w_map, const C
     char* const stages = memory + (1024 - shared_address(memory) % 1024) % 1024;
     const Work work(p);
 
-    const bool loads = threadIdx.x / 32 == CONSUMERS / 32;
-    if (loads) {
+    char* const rows = stages + p.stages * (WGS * GROUP_BYTES);
+    const int loader = int(threadIdx.x) / 32 - CONSUMERS / 32;  // number of the warp among the others
+    if (loader == 0) {
         const int lane = threadIdx.x % 32;
         if (lane < p.stages) init_barrier(&barriers.full[lane], 1), init_barrier(&barriers.empty[lane], CONSUMERS / 32 * p.cast);
+        if (lane < p.row_stages) init_barrier(&barriers.rows_full[lane], 1), init_barrier(&barriers.rows_empty[lane], CONSUMERS / 32);
         publish_barriers();
         __syncwarp();
     }
@@ -520,15 +550,15 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& w_map, const C
         if (p.cast > 1) cluster_wait();
         __syncthreads();
         if (FP8) wait_for_previous();  // the scales of the rows of x
-        Ring ring;
+        Place at{barriers, p, work, shared_address(stages) + threadIdx.x / 128 * GROUP_BYTES, shared_address(rows), {}, {}};
         for (int t = work.first; t < work.tiles; t += work.stride) {
             float sums[2][BN / 2];
             if constexpr (FP8 && BN > 96)
-                accumulate_whole<TRANSPOSED, WGS, BN>(sums, p, work, stages, barriers, ring);
+                accumulate_whole<TRANSPOSED, WGS, BN>(sums, at);
             else if constexpr (FP8)
-                accumulate_parts<TRANSPOSED, WGS, BN>(sums, p, work, stages, barriers, ring);
+                accumulate_parts<TRANSPOSED, WGS, BN>(sums, at);
             else
-                accumulate_fp16<VALUES, TRANSPOSED, WGS, BN>(sums, p, work, stages, barriers, ring);
+                accumulate_fp16<VALUES, TRANSPOSED, WGS, BN>(sums, at);
             const Tile tile(t, p, work, WGS * GROUP_ROWS, BN);
             if (p.split == 1)
                 store<BN>(sums, p, tile);
@@ -537,8 +567,10 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& w_map, const C
         }
     } else {
         if (wide(BN, FP8)) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (loads) {
-            load<FP8, TRANSPOSED, WGS, BN>(w_map, x_map, p, work, stages, barriers);
+        if (loader == 0) {
+            load_weights<FP8, TRANSPOSED, WGS, BN>(w_map, p, work, stages, barriers);
+        } else if (loader == 1) {
+            load_rows<FP8, WGS, BN>(x_map, p, work, rows, barriers);
         } else {
             if (p.cast > 1) cluster_wait();
             __syncthreads();
@@ -569,13 +601,13 @@ __global__ void __launch_bounds__(threads(WGS, BN, FP8), WGS == 1 ? 2 : 1)
 using Kernel = void (*)(CUtensorMap, CUtensorMap, Shape);
 struct Variant {
     bool transposed;
-    int wgs, bn, stage, threads, most_cast;
+    int wgs, bn, row_stage, threads, most_cast;
     Kernel kernel;
 };
 template <Values VALUES, bool FP8, bool TRANSPOSED, int WGS, int BN>
 constexpr Variant variant() {
     static_assert(WGS == 2 || !wide(BN, FP8));  // else more registers than a thread has
-    return {TRANSPOSED, WGS, BN, stage_bytes(WGS, BN, FP8), threads(WGS, BN, FP8), FP8 ? 2 * WGS : 1, quant_gemm<VALUES, FP8, TRANSPOSED, WGS, BN>};
+    return {TRANSPOSED, WGS, BN, row_stage(BN, FP8), threads(WGS, BN, FP8), FP8 ? 2 * WGS : 1, quant_gemm<VALUES, FP8, TRANSPOSED, WGS, BN>};
 }
 
 // How a product is cut up: tiles bm x bn; see the top of the file; how many clusters at most; whether to start early.
@@ -589,7 +621,7 @@ cudaError_t launch(
 ) {
     const auto log = [](int power) { return power >= 8 ? 3 : power / 2; };  // of 1, 2, 4, 8
     p.split = cut.split, p.log_split = log(p.split), p.cast = cut.cast, p.log_cast = log(p.cast);
-    p.stages = cut.stages, p.k_blocks = (K + BK - 1) / BK;
+    p.stages = cut.stages, p.row_stages = row_stages(p.stages), p.k_blocks = (K + BK - 1) / BK;
     if (p.N < 1 || p.M < 1 || K % 64 || p.k_blocks < p.split || p.split != 1 << p.log_split) return cudaErrorInvalidValue;
     if (p.cast != 1 << p.log_cast || p.split * p.cast > MAX_CLUSTER) return cudaErrorInvalidValue;
     if (p.width < p.M || p.width % 8 || cut.clusters < 1 || p.stages < 2 || p.stages > MAX_STAGES) return cudaErrorInvalidValue;
@@ -598,7 +630,8 @@ cudaError_t launch(
         p.m_tiles = (p.width + cut.bm - 1) / cut.bm, p.n_tiles = (p.N + v.bn * p.cast - 1) / (v.bn * p.cast);
         if (p.active_mask && (p.split > 1 || p.cast > 1 || p.n_tiles > 1 || p.batch > 1)) return cudaErrorInvalidValue;
         const int tiles = p.m_tiles * p.batch * p.n_tiles, clusters = p.split > 1 ? tiles : std::min(cut.clusters, tiles);
-        const int shared = 1024 + std::max(p.stages * v.stage, p.split > 1 ? v.bn * float_pitch(v.wgs) * 4 : 0);
+        const int stages = p.stages * v.wgs * GROUP_BYTES + p.row_stages * v.row_stage;
+        const int shared = 1024 + std::max(stages, p.split > 1 ? v.bn * float_pitch(v.wgs) * 4 : 0);
         const int cluster = p.split * p.cast;
         const Launch how = {dim3(clusters * cluster), dim3(v.threads), cudaStream_t(stream), cut.overlap, cluster, shared};
         const auto map = [](const void* at) { return *static_cast<const CUtensorMap*>(at); };

@@ -20,7 +20,7 @@ FP8_TILES = {256: (64, 80, 96, 128, 160)}  # which are e4m3
 FORMATS = ("int8", "fp8")
 MAX_MAPS = 4096  # descriptions of x kept; beyond that they are made anew
 MAX_CLUSTER = 8  # thread blocks
-MAX_CONFIGS = 6  # offered for a product
+MAX_CONFIGS = 12  # offered for a product
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,11 +155,14 @@ def configs(N: int, M: int, K: int, batch: int, num_sms: int, fp8: bool) -> tupl
                     continue
                 clusters = _even(tiles // cast, max(1, blocks * num_sms // cast))
                 config = TileConfig(height, tile, split, stages, clusters, cast)
-                found.append((_time(config, tiles, steps, num_sms * blocks, blocks, fp8), config))
+                at_once = (
+                    num_sms * blocks * (0.9 if blocks * 4 <= split * cast else 1)
+                )  # clusters lie within some 16 multiprocessors
+                found.append((_time(config, tiles, steps, at_once, blocks, fp8), config))
     return tuple(dict.fromkeys(config for _, config in sorted(found)))[:MAX_CONFIGS]
 
 
-def _time(config: TileConfig, tiles: int, steps: int, at_once: int, blocks: int, fp8: bool) -> float:
+def _time(config: TileConfig, tiles: int, steps: int, at_once: float, blocks: int, fp8: bool) -> float:
     """Return the estimated us: a multiprocessor multiplies, and loads weights and x from the L2 cache or from memory."""
     height, tile, split, cast = *config[:3], config.cast
     multiply = height * tile * BK / (1.5e6 if fp8 else 0.9e6) / 1.75
@@ -178,5 +181,12 @@ def _even(tiles: int, at_once: int) -> int:
 def _stages(height: int, tile: int, split: int, steps: int, blocks: int, fp8: bool) -> int:
     """Return how many stages a thread block has room for when `blocks` share a multiprocessor; no more than its steps."""
     room = SHARED_MEMORY // blocks - 1024
-    stages = min(room // (height * BK + tile * BK * (1 if fp8 else 2)), max(steps, 2), MAX_STAGES)
-    return stages if split == 1 or tile * (height + 4) * 4 <= room else 0
+    if split > 1 and tile * (height + 4) * 4 > room:  # where sums are exchanged
+        return 0
+    fitting = (n for n in range(min(MAX_STAGES, max(steps, 2)), 0, -1) if stage_bytes(height, tile, n, fp8) <= room)
+    return next(fitting, 0)
+
+
+def stage_bytes(height: int, tile: int, stages: int, fp8: bool) -> int:
+    """Return the bytes of so many stages of weights, and of those of rows of x beside them."""
+    return stages * height * BK + (3 * stages + 3) // 4 * tile * BK * (1 if fp8 else 2)
