@@ -195,6 +195,9 @@ class Config:
     )
 
     drain_seconds: float = setting(30.0, "life", "time that running answers get after SIGTERM", low=0, high=86400)
+    drain_least_seconds: float = setting(
+        0.0, "life", "time that it refuses requests before it ends, so that a proxy in front notices", low=0, high=86400
+    )
     engine_stop_seconds: float = setting(
         60.0, "life", "time that the engine gets to write its sessions after that", low=1, high=86400
     )

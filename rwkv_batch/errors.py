@@ -112,6 +112,10 @@ class Unavailable(RwkvBatchError):
     status, kind, code, retry_after = 503, "service_unavailable", "unavailable", 1.0
 
 
+class NotBegun(Unavailable):
+    """Nothing of the request was done here, and nothing will be: another server may be asked."""
+
+
 class StorageFailed(RwkvBatchError):
     """The disk refused a session's state: the turn is not kept, what was stored before is."""
 

@@ -223,3 +223,13 @@ def test_events_tell_what_the_response_has(cuts, reason, length, think):
         pieces.append(text[:length][begin : begin + cut])
         begin += cut
     same(*answers(pieces, reason=reason, reasoning={"effort": "high" if think else "none"}))
+
+
+def test_ids_of_a_conversation_begin_with_the_first():
+    """A proxy sends a conversation to one server by the part that its ids have in common."""
+    first = ResponseBody(input="one").own_id
+    second = ResponseBody(input="two", previous_response_id=first).own_id
+    third = ResponseBody(input="three", previous_response_id=second).own_id
+    assert len({first, second, third}) == 3
+    assert second[:29] == third[:29] == first
+    assert ResponseBody(input="four", previous_response_id="resp_of another server").own_id[:29] != first

@@ -28,6 +28,7 @@ from rwkv_batch.errors import (
     Forbidden,
     InvalidRequest,
     MethodNotAllowed,
+    NotBegun,
     NotFound,
     RwkvBatchError,
     TooLarge,
@@ -36,6 +37,8 @@ from rwkv_batch.errors import (
 
 log = logging.getLogger(__name__)
 
+ELSEWHERE = "x-retry-elsewhere"  # sent by a proxy that asks another server when one answers TOO_EARLY
+TOO_EARLY = 425
 LARGE_BODY_BYTES = 65536  # a smaller one is read in a millisecond
 CALLERS_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # an X-Request-Id that is taken over
 
@@ -100,7 +103,10 @@ def token_of(app: HttpApp, text: str | None) -> str | None:
 def failure_reply(context: RequestContext, error: Exception) -> Response:
     """The answer to a call that raised; what is none of our errors is logged and not told."""
     if isinstance(error, RwkvBatchError):
-        return error_reply(error, context.form)
+        reply = error_reply(error, context.form)
+        if isinstance(error, NotBegun) and context.headers.get(ELSEWHERE):
+            reply.status = TOO_EARLY
+        return reply
     log.error("%s failed", context.id, exc_info=error)
     return error_reply(EngineFailed("internal error", code="internal"), context.form)
 

@@ -24,7 +24,7 @@ from routes.http.off_loop import off_loop
 from routes.http.replies import Response
 from routes.http.streams import DOCUMENT, EVENTS, NUDGE, FormatEvent, Framing, Reply, StreamingAnswer, TaskAnswer, notify_first
 from rwkv_batch.config import Config
-from rwkv_batch.errors import Overloaded, RwkvBatchError, Unavailable
+from rwkv_batch.errors import NotBegun, Overloaded, RwkvBatchError, Unavailable
 from rwkv_batch.grammar.checker import Checker, refuse
 from rwkv_batch.ipc.client import EngineClient, SessionAnswer, Ticket
 from rwkv_batch.ipc.messages import Ask, EngineInfo, Live
@@ -121,11 +121,11 @@ class HttpApp:
         """Raise Unavailable or Overloaded when no further request can be answered at once."""
         self._check_room()
         if self.tokenizer is None:
-            raise Unavailable("the tokenizer is still loading", code="loading", retry_after=2.0)
+            raise NotBegun("the tokenizer is still loading", code="loading", retry_after=2.0)
 
     def _check_room(self) -> None:
         if self.draining:
-            raise Unavailable("the server is shutting down", code="draining", retry_after=5.0)
+            raise NotBegun("the server is shutting down", code="draining", retry_after=5.0)
         self.client.check()
         tickets = self.client.tickets
         not_there_yet = sum(request_id not in tickets for request_id in self._submitting)
@@ -141,7 +141,7 @@ class HttpApp:
         while self.tokenizer is None:
             self.client.check()
             if time.monotonic() > deadline:
-                raise Unavailable("the tokenizer is still loading", code="loading", retry_after=2.0)
+                raise NotBegun("the tokenizer is still loading", code="loading", retry_after=2.0)
             await asyncio.sleep(0.02)
         return self.tokenizer
 
@@ -263,7 +263,7 @@ class HttpApp:
             loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(result))
 
         if self.draining:
-            raise Unavailable("the server is shutting down", code="draining", retry_after=5.0)
+            raise NotBegun("the server is shutting down", code="draining", retry_after=5.0)
         self.client.execute(command, put)
         try:
             result = await asyncio.wait_for(answer, self.config.session_wait_seconds + ASK_SECONDS)

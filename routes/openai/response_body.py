@@ -1,5 +1,6 @@
 """The JSON body of the Responses API."""
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
@@ -18,6 +19,8 @@ from rwkv_batch.session_messages import Session
 from rwkv_batch.text.prompts import Turn
 
 PREFIX = "resp"
+ROOT = re.compile(PREFIX + "_[0-9a-f]{24}")  # of the first response of a conversation, by which a proxy finds its server
+LATER_DIGITS = 12  # that tell the later ones apart
 MAX_METADATA = 16  # as OpenAI allows
 TOOL_TOKENS = 4096  # the most that an answer with tools has unless the request says it: as many as a chat's
 
@@ -100,8 +103,9 @@ class ResponseBody(GenerationBody, Prompted):
 
     @property
     def own_id(self) -> str:
-        """The id of the response."""
-        return self._own_id
+        """The id of the response; it begins with that of its conversation's first one."""
+        root = ROOT.match(self.previous_response_id or "")
+        return self._own_id if root is None else f"{root[0]}_{self._own_id[-LATER_DIGITS:]}"
 
     def check_limits(self, config: Config) -> None:
         """Raise InvalidRequest when more is asked for than the server allows, or than it can."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from rwkv_batch.errors import InvalidRequest, Overloaded, RwkvBatchError, Unavailable
+from rwkv_batch.errors import InvalidRequest, NotBegun, Overloaded, RwkvBatchError, Unavailable
 from rwkv_batch.grammar.masks import GrammarMask, Grammars
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Request
@@ -270,9 +270,9 @@ class Admission:
 
     def _check_room(self) -> None:
         if self._dead:
-            raise Unavailable("the engine has failed and is being restarted", code="engine_dead")
+            raise NotBegun("the engine has failed and is being restarted", code="engine_dead")
         if self._draining or self._stopping:
-            raise Unavailable("the server is shutting down", code="draining", retry_after=5.0)
+            raise NotBegun("the server is shutting down", code="draining", retry_after=5.0)
         if self._num_waiting >= self.queue:
             raise Overloaded(f"the queue is full: {self.queue} requests wait")
 

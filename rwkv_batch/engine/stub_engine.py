@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from rwkv_batch.config import Config
-from rwkv_batch.errors import InvalidRequest, Overloaded, RwkvBatchError, Unavailable
+from rwkv_batch.errors import InvalidRequest, NotBegun, Overloaded, RwkvBatchError
 from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.request import Delta, Event, Failure, Finish, Progress, Request
 from rwkv_batch.session_messages import Deleted, Page, SessionCommand
@@ -90,7 +90,7 @@ class StubEngine:
             raise InvalidRequest("this server keeps no sessions", param="session_id")
         with self._lock:
             if self._draining or self._stopping:
-                raise Unavailable("the server is shutting down", code="draining", retry_after=5.0)
+                raise NotBegun("the server is shutting down", code="draining", retry_after=5.0)
             waiting = len({row.run.request.id for row in self._waiting} - {row.run.request.id for row in self._running})
             if waiting >= self.queue:
                 raise Overloaded(f"the queue is full: {self.queue} requests wait")

@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from rwkv_batch.errors import EngineFailed, RwkvBatchError, Unavailable
+from rwkv_batch.errors import EngineFailed, NotBegun, RwkvBatchError, Unavailable
 from rwkv_batch.ipc.messages import (
     HIGH_WATER,
     SUBMIT_HIGH_WATER,
@@ -215,11 +215,11 @@ class EngineClient:
     def check(self) -> None:
         """Raise Unavailable unless an engine is there that takes requests."""
         if self.phase == "loading":
-            raise Unavailable("the model is still loading", code="loading", retry_after=2.0)
+            raise NotBegun("the model is still loading", code="loading", retry_after=2.0)
         if self.phase == "draining":
-            raise Unavailable("the server is shutting down", code="draining", retry_after=5.0)
+            raise NotBegun("the server is shutting down", code="draining", retry_after=5.0)
         if self.phase != "ready":
-            raise Unavailable("the engine is not running; it is being restarted", code="engine_lost", retry_after=2.0)
+            raise NotBegun("the engine is not running; it is being restarted", code="engine_lost", retry_after=2.0)
 
     def submit(
         self,

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from rwkv_batch.errors import Conflict, EngineFailed, RwkvBatchError, Unavailable
+from rwkv_batch.errors import Conflict, EngineFailed, NotBegun, RwkvBatchError
 from rwkv_batch.ipc.messages import (
     HIGH_WATER,
     SUBMIT_HIGH_WATER,
@@ -216,7 +216,7 @@ class EngineServer:
         elif isinstance(message, Submit):
             try:
                 if self.core is None:
-                    raise Unavailable("the model is still loading", code="loading")
+                    raise NotBegun("the model is still loading", code="loading")
                 self.core.submit(message.request, owner)
             except RwkvBatchError as error:
                 self._send(owner, Batch([], [Failure.of(message.request.id, error)]))
@@ -238,7 +238,7 @@ class EngineServer:
 
         try:
             if self.core is None:
-                raise Unavailable("the model is still loading", code="loading")
+                raise NotBegun("the model is still loading", code="loading")
             self.core.execute(message.command, answer)
         except RwkvBatchError as error:
             answer(error)

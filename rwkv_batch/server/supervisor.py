@@ -60,6 +60,7 @@ class Supervisor:
         self.announced = False
         self.signals: list[int] = []
         self.hung_up = False
+        self.draining_from = 0.0
         self.draining_until: float | None = None
         self.code = 0  # of an orderly end so far
         self.watched = time.monotonic()
@@ -123,7 +124,8 @@ class Supervisor:
             self.drain(now)
         if self.draining_until is not None:
             waiting = [child for child in self.children if child.role == self.front and not child.idle]
-            return self.stop() if not waiting or now >= self.draining_until else None
+            done = not waiting and now >= self.draining_from + self.config.drain_least_seconds
+            return self.stop() if done or now >= self.draining_until else None
         for start in [start for start in self.due if start[0] <= now]:
             self.due.remove(start)
             try:
@@ -217,7 +219,7 @@ class Supervisor:
     def drain(self, now: float) -> None:
         """Refuse what is new, let run what runs."""
         say(f"finishing what runs, at most {self.config.drain_seconds:g} s; a second signal stops at once")
-        self.draining_until = now + self.config.drain_seconds
+        self.draining_from, self.draining_until = now, now + self.config.drain_seconds
         self.due.clear()
         for child in self.children:
             child.order("drain")

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
-from rwkv_batch.errors import RwkvBatchError, StorageFailed, Unavailable
+from rwkv_batch.errors import NotBegun, RwkvBatchError, StorageFailed, Unavailable
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.session_messages import Answer, CommitResult, Deleted, Page, SessionCommand
 from rwkv_batch.sessions.store import Claim
@@ -274,7 +274,7 @@ class Shared:
     def check_open(self) -> None:
         """Raise Unavailable when the server stops."""
         if self.closing:
-            raise Unavailable("the server is shutting down", code="draining", retry_after=5.0)
+            raise NotBegun("the server is shutting down", code="draining", retry_after=5.0)
 
     def check_promise(self) -> None:
         """Refuse what would be said to be on disk within `relaxed_seconds` while the disk refuses such states."""

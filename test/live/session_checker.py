@@ -48,6 +48,7 @@ class Client:
     prompts: str
     rng: random.Random
     turns: list[Turn] = field(default_factory=list)
+    refusals: tuple[int, ...] = (409, 429, 503)
     num_sent_again: int = 0
     num_replayed: int = 0  # whose first answer did not arrive although the turn had happened
 
@@ -61,7 +62,7 @@ class Client:
             async with await open_stream(self.server.host, self.server.port, STATE, body) as stream:
                 if stream.status != 200:
                     content = await stream.read()
-                    assert stream.status in (409, 429, 503), (self.session, number, stream.status, content)
+                    assert stream.status in self.refusals, (self.session, number, stream.status, content)
                     return content.decode()
                 if body["stream"]:
                     *events, end = [payload async for payload in stream.events()]

@@ -282,6 +282,8 @@ def test_a_signal_lets_50_streams_finish(folder, number):
             wait_until(lambda: server.get("/readyz")[0] == 503, 1.0, "draining")
             for _ in range(5):
                 refused.append(server.request("POST", CHAT, GOOD))
+            again = server.request("POST", CHAT, GOOD, {"X-Retry-Elsewhere": "1"})
+            assert (again[0], again[1]) == (425, refused[0][1])  # a proxy knows that nothing was done
             assert server.get("/healthz")[0] == 200
 
         results = asyncio.run(disturbed(server.port, 50, 80, stop))
