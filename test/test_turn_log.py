@@ -343,6 +343,87 @@ def test_turns_that_end_together_share_a_transaction(path, monkeypatch):
         assert len(sizes) <= 3
 
 
+def test_turns_of_a_while_share_a_transaction_and_a_turn_alone_waits_for_none(path, monkeypatch):
+    """The log rests for a share of what turns take, and goes on with what else there is to do."""
+    monkeypatch.setattr(storage, "LOG_REST_SECONDS", 60.0)
+    with LogPool(path) as pool:
+        sizes, write = [], pool.database.write
+        monkeypatch.setattr(pool.database, "write", lambda turns: (sizes.append(len(turns)), write(turns)))
+        began = time.monotonic()
+        assert pool.say("alone", (1,)).version == 1
+        leases = [pool.lease(f"s{number}") for number in range(5)]
+        pool.pool._thread._writer.turn_seconds = 20.0
+        answers = [pool.say_later(lease, (number,)) for number, lease in enumerate(leases)]
+        assert pool.ids("not there") is None  # looked for on disk meanwhile
+        assert sizes == [1]
+        pool.pool._thread._writer.turn_seconds = 0.0
+        pool.pool.shared.lock.ring()
+        assert [take(answer).version for answer in answers] == [1] * 5
+        assert sizes == [1, 5]
+        assert time.monotonic() - began < 50
+        pool.pool._thread._writer.turn_seconds = 1000.0
+        answer = pool.say_later(pool.lease("alone"), (2,))
+        pool.pool.close()  # waits for nothing
+        assert take(answer).version == 2
+
+
+def statements(pool: LogPool) -> list[str]:
+    """What is asked of SQLite from now on, by its first word."""
+    found: list[str] = []
+    pool.database.file.connection.set_trace_callback(lambda text: found.append(text.split()[0]))
+    return found
+
+
+def test_turns_that_follow_turns_look_nothing_up(path):
+    with LogPool(path) as pool:
+        for number in range(4):
+            pool.say("s", (number,))
+        found = statements(pool)
+        for number in range(4, 8):
+            pool.say("s", (number,))
+        assert sorted(set(found)) == ["BEGIN", "COMMIT", "DELETE", "INSERT", "UPDATE"]
+        assert len(found) == 4 * 6
+        pool.database.file.connection.set_trace_callback(None)
+        pool.crash()
+    with LogPool(path) as pool:
+        assert pool.ids("s") == tuple(range(8))
+        assert pool.pool.store.kept_versions("", "s") == [8, 7]
+
+
+@pytest.mark.parametrize("change", ["rewind", "delete", "snapshot", "another's"])
+def test_what_was_changed_in_another_way_is_looked_up_again(path, change):
+    with LogPool(path, snapshot_tokens=4 if change == "snapshot" else 2048) as pool:
+        for number in range(4):
+            pool.say("s", (number,))
+            pool.say("other", (number,))
+        expected = tuple(range(4))
+        if change == "rewind":
+            pool.order(Rewind(name="s"))
+            expected = expected[:3]
+        elif change == "delete":
+            pool.order(Delete(name="s"))
+            expected = ()
+        elif change == "snapshot":
+            pool.say("s", (4,))
+            wait_for_snapshots(pool, 1)
+            expected += (4,)
+        else:  # something that does not know of it
+            with contextlib.closing(sqlite3.connect(path)) as connection:
+                connection.execute("UPDATE kept_sessions SET version = 3 WHERE name = 's'")
+                connection.execute("DELETE FROM kept_versions WHERE version = 4 AND session = 1")
+                connection.commit()  # its state is whole in memory, and is written so
+        for number in range(10, 14):
+            pool.say("s", (number,))
+            pool.say("other", (number,))
+        pool.crash()
+    with LogPool(path) as pool:
+        assert pool.ids("s") == (*expected, 10, 11, 12, 13)
+        assert pool.ids("other") == (0, 1, 2, 3, 10, 11, 12, 13)
+        pool.pool.close()
+    if change != "another's":  # whose turn led nowhere
+        check_tables(path)
+
+
 @pytest.mark.parametrize("wait_seconds", [60.0, 0.1])
 def test_turns_wait_where_the_log_does_not_keep_up_and_fail_only_in_the_end(path, monkeypatch, wait_seconds):
     monkeypatch.setattr("rwkv_batch.sessions.leases.LOG_BACKLOG_TURNS", 3)
