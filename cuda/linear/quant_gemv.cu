@@ -3,7 +3,7 @@
 // out[n, j] = activation(scale[j] sum_k x[n, k] q[j, k]), or with a scale for every 64 of k; x in fp16, sums in fp32. Their order
 // depends on the shapes alone, so a token's result depends neither on the other tokens, nor on its place or their number.
 //
-//   stream_codes  K up to 4096 (Hopper): bulk copies of weights keep the memory busy at all times; some products may be of fp16,
+//   stream_codes  K up to 4096 (Hopper): the copy engine keeps the memory busy at all times; some products may be of fp16,
 //                 or other blocks of the launch may have the LoRA pairs (lora.cuh)
 //   few_codes     all other cases
 //
@@ -69,7 +69,10 @@ __device__ __forceinline__ void leave_sums(Parts<HALVES>& parts, const float (&s
                                            sum[0][h][3] + sum[1][h][3]);
 }
 
-// A warp adds them up for half `h` of the tokens, and stores the results. The scales: of the lane's rows g and g + 8.
+// Which row of weights is row g of the fragments: so lanes that load together meet no bank twice, see `Stage`.
+__device__ __forceinline__ int row_of(int group) { return (group & 1) << 2 | (group & 2) | group >> 2; }
+
+// A warp adds them up for half `h` of the tokens, and stores the results. The scales: of the lane's two rows.
 template <int HALVES>
 __device__ __forceinline__ void finish(
     const Parts<HALVES>& parts, int h, const Product& p, int first_row, int num_tokens, float low_scale, float high_scale, int lane
@@ -83,9 +86,9 @@ __device__ __forceinline__ void finish(
     }
     total.x *= low_scale, total.y *= low_scale, total.z *= high_scale, total.w *= high_scale;
     // Two lanes with neighbouring rows of two tokens deal them out: each gets both rows of one.
-    const bool odd = group & 1;
-    const float low = __shfl_xor_sync(ALL, odd ? total.x : total.y, 4), high = __shfl_xor_sync(ALL, odd ? total.z : total.w, 4);
-    const int token = 8 * h + 2 * quarter + odd, row = first_row + group - odd;
+    const bool odd = row_of(group) & 1;
+    const float low = __shfl_xor_sync(ALL, odd ? total.x : total.y, 16), high = __shfl_xor_sync(ALL, odd ? total.z : total.w, 16);
+    const int token = 8 * h + 2 * quarter + odd, row = first_row + row_of(group) - odd;
     if (token >= num_tokens) return;
     float v[2] = {odd ? low : total.x, odd ? total.y : low}, u[2] = {odd ? high : total.z, odd ? total.w : high};
     store<2>(p, token, row, v);
@@ -97,17 +100,23 @@ __device__ __forceinline__ float scale_of(const Product& p, int row) {
     return grouped(FORMAT) || !p.scales ? 1.f : unit<FORMAT>() * static_cast<const float*>(p.scales)[min(row, p.rows - 1)];
 }
 
-// A stage of the ring: of each of a tile's rows so many values of k, plane by plane, and their scales. Rows are so far apart that
-// no bank is met twice.
+// A stage of the ring: of each of a tile's rows so many values of k, plane by plane, and their scales. A plane is chunks of
+// [ROWS, 128 bytes], piece i of 16 bytes of row r at i ^ r % 8, as the copy engine leaves them. With rows in the order of `row_of`
+// a load meets no bank twice, whether lanes that are served together have two rows or four.
 constexpr int LOWER = 1024, HALF_PIECE = LOWER / 2;  // bytes of a row in the first plane, values of an fp16 product
+constexpr int CHUNK = 128, CHUNK_BYTES = ROWS * CHUNK;
 template <int FORMAT>
 struct Stage {
     static constexpr int PIECE = wide_codes(FORMAT) ? LOWER : 2 * LOWER;  // values
     static constexpr int BLOCKS = PIECE / BLOCK / WARPS;                  // to a warp
-    static constexpr int PITCH = LOWER + (wide_codes(FORMAT) ? 64 : 32);
-    static constexpr int UPPER_PITCH = upper_bytes(FORMAT, PIECE) + (upper_bytes(FORMAT, PIECE) ? 16 : 0);
-    static constexpr int SCALE_PITCH = grouped(FORMAT) ? PIECE / BLOCK * 2 + 16 : 0;
-    static constexpr int UPPER = ROWS * PITCH, SCALES = UPPER + ROWS * UPPER_PITCH, BYTES = SCALES + ROWS * SCALE_PITCH;
+    static constexpr int GROUPS = grouped(FORMAT) ? PIECE / BLOCK : 0;
+    static constexpr int BESIDE = ROWS * LOWER, BESIDE_BYTES = ROWS * (upper_bytes(FORMAT, PIECE) + 2 * GROUPS);
+    static constexpr int BYTES = BESIDE + BESIDE_BYTES;
+    static_assert(BYTES % 1024 == 0);  // where the pattern repeats
+};
+// How the copy engine reads a launch's weights: codes (the first plane), what is beside them (the second, or scales), and fp16.
+struct Maps {
+    CUtensorMap codes, beside, plain;
 };
 
 // One block a multiprocessor, every one with its share of the bytes of all tiles. A warp copies rows into a ring of stages; the
@@ -125,12 +134,13 @@ struct Shares {
     }
 };
 template <int FORMAT, int HALVES>
-constexpr int stream_bytes(int stages) { return stages * Stage<FORMAT>::BYTES + 2 * int(sizeof(Parts<HALVES>)); }
+constexpr int stream_bytes(int stages) { return 1024 + stages * Stage<FORMAT>::BYTES + 2 * int(sizeof(Parts<HALVES>)); }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int FORMAT, int HALVES, int STAGES>
-__device__ __forceinline__ void stream(const Shares& shares, int part, int all_parts, uint8_t* ring) {
+__device__ __forceinline__ void stream(const Shares& shares, const Maps& maps, int part, int all_parts, uint8_t* unaligned) {
     using S = Stage<FORMAT>;
+    uint8_t* const ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
     __shared__ uint64_t full[STAGES], empty[STAGES];
     Parts<HALVES>* const parts = reinterpret_cast<Parts<HALVES>*>(ring + STAGES * S::BYTES);  // of this tile and the one before
     const Products& all = shares.products;
@@ -149,50 +159,52 @@ __device__ __forceinline__ void stream(const Shares& shares, int part, int all_p
     };
 
     if (warp == WARPS) {
-        for (int tile = first; tile < last; tile++) {
-            const int i = all.of(tile), width = all.item[i].width;
-            const bool plain = tile >= coded;
-            const int row = min((tile - all.first_tile[i]) * ROWS + lane % ROWS, all.item[i].rows - 1);
-            const uint8_t* const from = reinterpret_cast<const uint8_t*>(all.item[i].weight) +
-                                        int64_t(row) * (plain ? 2 * width : row_bytes(FORMAT, width));
-            const int piece = plain ? HALF_PIECE : S::PIECE;
-            for (int k = 0; k < width; k += piece) {
-                const int values = min(piece, width - k), lower = plain ? 2 * values : lower_bytes(FORMAT, values);
-                const int upper = plain ? 0 : upper_bytes(FORMAT, values), scales = plain || !grouped(FORMAT) ? 0 : values / BLOCK * 2;
-                uint8_t* const to = ring + stage * S::BYTES;
-                wait(empty + stage, parity ^ 1);
-                if (lane == 0) expect_bytes(full + stage, (lower + upper + scales) * ROWS);
-                __syncwarp();
-                if (lane < ROWS) {
-                    copy_row(to + lane * S::PITCH, from + (plain ? 2 * k : lower_bytes(FORMAT, k)), lower, full + stage);
-                } else if (upper) {
-                    copy_row(to + S::UPPER + (lane - ROWS) * S::UPPER_PITCH,
-                             from + lower_bytes(FORMAT, width) + upper_bytes(FORMAT, k), upper, full + stage);
-                } else if (scales) {
-                    copy_row(to + S::SCALES + (lane - ROWS) * S::SCALE_PITCH,
-                             static_cast<const __half*>(all.item[i].scales) + (int64_t(row) * width + k) / BLOCK, scales, full + stage);
+        if (lane == 0) {
+            for (int tile = first; tile < last; tile++) {
+                const bool plain = tile >= coded;
+                const int i = all.of(tile), width = all.item[i].width, piece = plain ? HALF_PIECE : S::PIECE;
+                // The matrices of codes lie behind one another, and so do those of fp16, whose heights are whole tiles.
+                const int row = plain ? (tile - coded) * ROWS : i * all.item[i].rows + (tile - all.first_tile[i]) * ROWS;
+                for (int k = 0, n = 0; k < width; k += piece, n++) {
+                    uint8_t* const to = ring + stage * S::BYTES;
+                    wait(empty + stage, parity ^ 1);
+                    expect_bytes(full + stage, plain ? ROWS * LOWER : S::BYTES);
+                    copy_box(to, plain ? maps.plain : maps.codes, full + stage, READ_ONCE, 0, row, n * (LOWER / CHUNK));
+                    if (S::BESIDE_BYTES && !plain)
+                        copy_box(to + S::BESIDE, maps.beside, full + stage, READ_ONCE, grouped(FORMAT) ? n * S::GROUPS : 0, row,
+                                 grouped(FORMAT) ? 0 : n * (S::BESIDE_BYTES / CHUNK_BYTES));
+                    advance();
                 }
-                advance();
             }
         }
+        __syncwarp();
         wait_for_previous();
         return;
     }
 
-    auto codes_of = [&](const uint8_t* at, int row, int block) {  // of a stage
+    const int own = row_of(group);
+    const uint8_t* const own_rows = ring + own * CHUNK;  // of the first chunk
+    auto codes_of = [&](const uint8_t* at, int block) {  // of a stage, whose first row this is, or eight rows on
         Codes<FORMAT> codes;
-        const uint8_t* const lower = at + row * S::PITCH + block * lower_bytes(FORMAT, BLOCK);
         if constexpr (wide_codes(FORMAT)) {
-            const uint4 v = reinterpret_cast<const uint4*>(lower)[quarter];
+            const uint4 v = *reinterpret_cast<const uint4*>(at + block / 2 * CHUNK_BYTES + ((block % 2 * 4 + quarter) ^ own) * 16);
             codes.lower[0] = v.x, codes.lower[1] = v.y, codes.lower[2] = v.z, codes.lower[3] = v.w;
         } else {
-            const uint2 v = reinterpret_cast<const uint2*>(lower)[quarter];
+            const uint2 v = *reinterpret_cast<const uint2*>(at + block / 4 * CHUNK_BYTES +
+                                                            ((block % 4 * 2 + quarter / 2) ^ own) * 16 + quarter % 2 * 8);
             codes.lower[0] = v.x, codes.lower[1] = v.y;
         }
-        const uint8_t* const upper = at + S::UPPER + row * S::UPPER_PITCH + block * upper_bytes(FORMAT, BLOCK);
-        if constexpr (FORMAT == FP6) codes.upper = reinterpret_cast<const uint32_t*>(upper)[quarter];
-        if constexpr (FORMAT == FP5) codes.upper = spread_signs(reinterpret_cast<const uint16_t*>(upper)[quarter]);
+        const uint8_t* const beside = at + S::BESIDE;
+        if constexpr (FORMAT == FP6)
+            codes.upper = *reinterpret_cast<const uint32_t*>(beside + block / 8 * CHUNK_BYTES + (block % 8 ^ own) * 16 + quarter * 4);
+        if constexpr (FORMAT == FP5)
+            codes.upper = spread_signs(*reinterpret_cast<const uint16_t*>(beside + block / 16 * CHUNK_BYTES +
+                                                                          (block % 16 / 2 ^ own) * 16 + block % 2 * 8 + quarter * 2));
         return codes;
+    };
+    auto group_scale = [&](const uint8_t* stage, int row, int block) {  // rows of scales are 64 bytes, with the same pattern
+        const int offset = row * 2 * S::GROUPS + block * 2;
+        return __half2float(*reinterpret_cast<const __half*>(stage + S::BESIDE + (offset ^ (offset >> 7 & 7) << 4)));
     };
     wait_for_previous();
     Inputs<HALVES> x[MOST_BLOCKS][2] = {};  // of block 8 n + warp
@@ -202,8 +214,8 @@ __device__ __forceinline__ void stream(const Shares& shares, int part, int all_p
         const Product& p = all.item[i];
         const int width = p.width, first_row = (tile - all.first_tile[i]) * ROWS;
         const bool plain = tile >= coded;
-        const float low_scale = plain ? 1.f : scale_of<FORMAT>(p, first_row + group);
-        const float high_scale = plain ? 1.f : scale_of<FORMAT>(p, first_row + group + 8);
+        const float low_scale = plain ? 1.f : scale_of<FORMAT>(p, first_row + own);
+        const float high_scale = plain ? 1.f : scale_of<FORMAT>(p, first_row + own + 8);
         if (i != loaded) {
             loaded = i;
 #pragma unroll
@@ -237,11 +249,13 @@ __device__ __forceinline__ void stream(const Shares& shares, int part, int all_p
                 if (n * HALF_PIECE >= width) break;
                 wait(full + stage, parity);
                 if ((n * WARPS + warp) * BLOCK < width) {
-                    const uint8_t* const at = ring + stage * S::BYTES + group * S::PITCH + warp * BLOCK * 2 + quarter * 16;
+                    const uint8_t* const at = own_rows + stage * S::BYTES + warp * CHUNK_BYTES;
 #pragma unroll
-                    for (int w = 0; w < 2; w++)
-                        multiply<HALVES>(sum[w], *reinterpret_cast<const uint4*>(at + w * 64),
-                                         *reinterpret_cast<const uint4*>(at + w * 64 + 8 * S::PITCH), x[n][w]);
+                    for (int w = 0; w < 2; w++) {
+                        const uint8_t* const piece = at + ((w * 4 + quarter) ^ own) * 16;
+                        multiply<HALVES>(sum[w], *reinterpret_cast<const uint4*>(piece),
+                                         *reinterpret_cast<const uint4*>(piece + 8 * CHUNK), x[n][w]);
+                    }
                 }
                 release();
             }
@@ -250,17 +264,17 @@ __device__ __forceinline__ void stream(const Shares& shares, int part, int all_p
             for (int n = 0; n < MOST_BLOCKS; n += S::BLOCKS) {
                 if (n * WARPS * BLOCK >= width) break;
                 wait(full + stage, parity);
-                const uint8_t* const at = ring + stage * S::BYTES;
+                const uint8_t* const at = own_rows + stage * S::BYTES;
 #pragma unroll
                 for (int s = 0; s < S::BLOCKS; s++) {
                     const int block = s * WARPS + warp;
                     if ((n * WARPS + block) * BLOCK >= width) break;
                     float low = 1.f, high = 1.f;
                     if constexpr (grouped(FORMAT)) {
-                        const __half* const scale = reinterpret_cast<const __half*>(at + S::SCALES + group * S::SCALE_PITCH) + block;
-                        low = __half2float(scale[0]), high = __half2float(scale[8 * S::SCALE_PITCH / 2]);
+                        low = group_scale(ring + stage * S::BYTES, own, block);
+                        high = group_scale(ring + stage * S::BYTES, own + 8, block);
                     }
-                    multiply_block<FORMAT, HALVES>(sum, codes_of(at, group, block), codes_of(at, group + 8, block), x[n + s], low, high);
+                    multiply_block<FORMAT, HALVES>(sum, codes_of(at, block), codes_of(at + 8 * CHUNK, block), x[n + s], low, high);
                 }
                 release();
             }
@@ -277,21 +291,23 @@ __device__ __forceinline__ void stream(const Shares& shares, int part, int all_p
 
 template <int FORMAT, int HALVES, int STAGES>
 __global__ __launch_bounds__((WARPS + 1) * LANES, HALVES == 1 ? 2 : 1)  //
-    void stream_codes(const __grid_constant__ Shares shares) {
+    void stream_codes(const __grid_constant__ Shares shares, const __grid_constant__ Maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(128) uint8_t memory[];
-    stream<FORMAT, HALVES, STAGES>(shares, blockIdx.x, gridDim.x, memory);
+    stream<FORMAT, HALVES, STAGES>(shares, maps, blockIdx.x, gridDim.x, memory);
 #endif
 }
 
 // The same and, in the first blocks, the LoRA pairs. All blocks run at once: one to a multiprocessor, and no more than those.
 template <int FORMAT, int HALVES, int STAGES>
 __global__ __launch_bounds__((WARPS + 1) * LANES, 1)  //
-    void stream_beside_pairs(const __grid_constant__ Shares shares, const __grid_constant__ Pairs pairs) {
+    void stream_beside_pairs(
+        const __grid_constant__ Shares shares, const __grid_constant__ Maps maps, const __grid_constant__ Pairs pairs
+    ) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(128) uint8_t memory[];
     if (int(blockIdx.x) < pairs.blocks) lora_pairs<HALVES>(pairs, blockIdx.x, memory);
-    else stream<FORMAT, HALVES, STAGES>(shares, blockIdx.x - pairs.blocks, gridDim.x - pairs.blocks, memory);
+    else stream<FORMAT, HALVES, STAGES>(shares, maps, blockIdx.x - pairs.blocks, gridDim.x - pairs.blocks, memory);
 #endif
 }
 
@@ -317,7 +333,7 @@ __global__ __launch_bounds__(WARPS * LANES, 2) void few_codes(const __grid_const
         ahead_blocks = p.width / BLOCK, ahead_block = warp;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const int64_t row = min((ahead - all.first_tile[i]) * ROWS + group + 8 * r, p.rows - 1);
+            const int64_t row = min((ahead - all.first_tile[i]) * ROWS + row_of(group) + 8 * r, p.rows - 1);
             ahead_row[r] = reinterpret_cast<const uint8_t*>(p.weight) + row * row_bytes(FORMAT, p.width);
             if (grouped(FORMAT)) ahead_scale[r] = static_cast<const __half*>(p.scales) + row * ahead_blocks;
         }
@@ -386,8 +402,8 @@ __global__ __launch_bounds__(WARPS * LANES, 2) void few_codes(const __grid_const
             __syncthreads();
             const int half = (warp - count * HALVES) & (WARPS - 1);
             if (half < HALVES)
-                finish<HALVES>(parts[flip], half, p, first_row, all.num_tokens, scale_of<FORMAT>(p, first_row + group),
-                               scale_of<FORMAT>(p, first_row + group + 8), lane);
+                finish<HALVES>(parts[flip], half, p, first_row, all.num_tokens, scale_of<FORMAT>(p, first_row + row_of(group)),
+                               scale_of<FORMAT>(p, first_row + row_of(group) + 8), lane);
 #pragma unroll
             for (int w = 0; w < 2; w++)
 #pragma unroll
@@ -400,30 +416,35 @@ __global__ __launch_bounds__(WARPS * LANES, 2) void few_codes(const __grid_const
 template <int FORMAT>
 constexpr int PLAIN_WEIGHT = 2 * BLOCK / row_bytes(FORMAT, BLOCK);  // bytes of fp16 for one of codes, rounded down
 
-template <int FORMAT, int HALVES, int STAGES>
-int start_stream(const Products& all, int coded, int overlap, void* stream) {
-    const auto kernel = stream_codes<FORMAT, HALVES, STAGES>;
-    constexpr int BYTES = stream_bytes<FORMAT, HALVES>(STAGES);
+// As many stages as let two blocks share a multiprocessor, so that the next kernel's weights come while this one ends; of many
+// tokens, whose x takes the registers of two, more.
+template <int FORMAT, int HALVES>
+constexpr int STAGES = ((HALVES == 1 ? 113 << 10 : 160 << 10) - stream_bytes<FORMAT, HALVES>(0)) / Stage<FORMAT>::BYTES;
+
+template <int FORMAT, int HALVES>
+int start_stream(const Products& all, int coded, const Maps& maps, int overlap, void* stream) {
+    const auto kernel = stream_codes<FORMAT, HALVES, STAGES<FORMAT, HALVES>>;
+    constexpr int BYTES = stream_bytes<FORMAT, HALVES>(STAGES<FORMAT, HALVES>);
     static const cudaError_t prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
     if (prepared) return prepared;
     const unsigned blocks = min(all.tiles, device().processors);
     return start(kernel, {blocks, (WARPS + 1) * LANES, cudaStream_t(stream), overlap, 1, BYTES},
-                 Shares{all, coded, PLAIN_WEIGHT<FORMAT>});
+                 Shares{all, coded, PLAIN_WEIGHT<FORMAT>}, maps);
 }
 
 constexpr int MOST_BYTES = 227 << 10;  // of shared memory of a block of Hopper
 
 template <int FORMAT, int HALVES>
-int start_beside(const Products& all, const Pairs& pairs, int blocks, int overlap, void* stream) {
-    constexpr int STAGES = 8, BYTES = stream_bytes<FORMAT, HALVES>(STAGES);
+int start_beside(const Products& all, const Maps& maps, const Pairs& pairs, int blocks, int overlap, void* stream) {
+    constexpr int DEEP = 10, BYTES = stream_bytes<FORMAT, HALVES>(DEEP);
     static_assert(BYTES + 1024 <= MOST_BYTES);
-    const auto kernel = stream_beside_pairs<FORMAT, HALVES, STAGES>;
+    const auto kernel = stream_beside_pairs<FORMAT, HALVES, DEEP>;
     static const cudaError_t prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_BYTES - 1024);
     if (prepared) return prepared;
     const int room = PairSpace(all.item[0].width / PAIR_WARPS, pairs.rank, HALVES).total;
     const unsigned grid = pairs.blocks + blocks;
     return start(kernel, {grid, (WARPS + 1) * LANES, cudaStream_t(stream), overlap, 1, max(BYTES, room)},
-                 Shares{all, all.tiles, PLAIN_WEIGHT<FORMAT>}, pairs);
+                 Shares{all, all.tiles, PLAIN_WEIGHT<FORMAT>}, maps, pairs);
 }
 
 template <int FORMAT>
@@ -433,16 +454,36 @@ int start_few(const Products& all, int overlap, void* stream) {
                  {blocks, WARPS * LANES, cudaStream_t(stream), overlap}, all);
 }
 
-// Whether rows of all products can be copied in pieces of whole 16 bytes, and x has room.
-bool streams(const Products& all, int format) {
-    const int unit = grouped(format) ? 8 * BLOCK : format == FP5 ? 2 * BLOCK : BLOCK;
-    bool fits = device().hopper;
-    for (int i = 0; i < all.count; i++) {
-        const Product& p = all.item[i];
-        fits &= p.width % unit == 0 && p.width <= MOST_BLOCKS * WARPS * BLOCK;
-        fits &= !grouped(format) || reinterpret_cast<uintptr_t>(p.scales) % 16 == 0;
+// Whether the copy engine can read a matrix of codes, and x has room.
+bool streams(int format, const void* scales, int width) {
+    const int upper = upper_bytes(format, width);
+    const bool whole = lower_bytes(format, width) % CHUNK == 0 && upper % CHUNK == 0;
+    const bool aligned = !grouped(format) || (width % (8 * BLOCK) == 0 && reinterpret_cast<uintptr_t>(scales) % 16 == 0);
+    return device().hopper && whole && aligned && width <= MOST_BLOCKS * WARPS * BLOCK;
+}
+
+// [rows, chunks, 128 bytes] for boxes of so many chunks.
+int describe_plane(CUtensorMap* map, const void* plane, int rows, int pitch, int bytes, int box_chunks) {
+    const uint64_t sizes[] = {CHUNK / 2, uint64_t(rows), uint64_t(bytes / CHUNK)}, strides[] = {uint64_t(pitch), CHUNK};
+    const uint32_t box[] = {CHUNK / 2, ROWS, uint32_t(box_chunks)};
+    return describe_tensor(map, plane, 3, sizes, strides, box);
+}
+
+// Describes codes [rows, width] with their scales, and `pairs` rows of fp16.
+template <int FORMAT>
+int describe(Maps& maps, const void* values, const void* scales, int rows, int width, const void* plain, int pairs) {
+    using S = Stage<FORMAT>;
+    const int pitch = row_bytes(FORMAT, width), lower = lower_bytes(FORMAT, width), upper = upper_bytes(FORMAT, width);
+    int error = describe_plane(&maps.codes, values, rows, pitch, lower, LOWER / CHUNK);
+    if (!error && upper)
+        error = describe_plane(&maps.beside, static_cast<const uint8_t*>(values) + lower, rows, pitch, upper,
+                               S::BESIDE_BYTES / CHUNK_BYTES);
+    if (!error && grouped(FORMAT)) {
+        const uint64_t row = width / BLOCK, sizes[] = {row, uint64_t(rows), 1}, strides[] = {row * 2, row * 2 * rows};
+        const uint32_t box[] = {S::GROUPS, ROWS, 1};
+        error = describe_tensor(&maps.beside, scales, 3, sizes, strides, box);
     }
-    return fits;
+    return error || !plain ? error : describe_plane(&maps.plain, plain, pairs, 2 * width, 2 * width, LOWER / CHUNK);
 }
 
 // Adds `problems` stacked matrices to `all`, each with its x and out.
@@ -455,12 +496,6 @@ void add_coded(Products& all, int format, const void* x, const void* values, con
                  static_cast<__half*>(out) + i * all.num_tokens * out_stride, width, out_stride, rows, width, activation, false, scale},
                 ROWS);
     }
-}
-
-template <int FORMAT>
-int start_streaming(const Products& all, int coded, int overlap, void* stream) {
-    return all.num_tokens <= 8 ? start_stream<FORMAT, 1, 4>(all, coded, overlap, stream)
-                               : start_stream<FORMAT, 2, 4>(all, coded, overlap, stream);
 }
 
 }  // namespace
@@ -480,7 +515,10 @@ RWKV_EXPORT int rwkv_quant_gemv(const void* x, const void* values, const void* s
     add_coded(all, format, x, values, scales, out, problems, rows, width, out_stride, activation);
     return with_format(format, [&](auto chosen) -> int {
         constexpr int FORMAT = decltype(chosen)::value;
-        return streams(all, FORMAT) ? start_streaming<FORMAT>(all, all.tiles, overlap, stream) : start_few<FORMAT>(all, overlap, stream);
+        if (!streams(FORMAT, scales, width)) return start_few<FORMAT>(all, overlap, stream);
+        Maps maps{};
+        if (const int error = describe<FORMAT>(maps, values, scales, problems * rows, width, nullptr, 0)) return error;
+        return (num_tokens <= 8 ? start_stream<FORMAT, 1> : start_stream<FORMAT, 2>)(all, all.tiles, maps, overlap, stream);
     });
 }
 
@@ -495,14 +533,17 @@ RWKV_EXPORT int rwkv_quant_project(const void* mixed, const void* values, const 
     const int coded = all.tiles;
     return with_format(format, [&](auto chosen) -> int {
         constexpr int FORMAT = decltype(chosen)::value;
-        if (!streams(all, FORMAT)) {
+        if (!streams(FORMAT, scales, width)) {
             const int error = rwkv_lora_down(mixed, lora_down, hidden, num_tokens, width, rank_w, rank_a, rank_v, rank_g, 0, 1, 1,
                                              overlap, stream);
             return error ? error : start_few<FORMAT>(all, overlap, stream);
         }
         add_lora_down(all, static_cast<const __half*>(mixed), static_cast<const __half*>(lora_down), static_cast<__half*>(hidden),
                       width, {rank_w, rank_a, rank_v, rank_g}, ROWS);
-        return start_streaming<FORMAT>(all, coded, overlap, stream);
+        Maps maps{};
+        const int rank = rank_w + rank_a + rank_v + rank_g;
+        if (const int error = describe<FORMAT>(maps, values, scales, 3 * width, width, lora_down, rank)) return error;
+        return (num_tokens <= 8 ? start_stream<FORMAT, 1> : start_stream<FORMAT, 2>)(all, coded, maps, overlap, stream);
     });
 }
 
@@ -520,7 +561,7 @@ RWKV_EXPORT int rwkv_quant_inputs(const void* mixed, const void* values, const v
     all.num_tokens = pairs.lora_down.num_tokens = pairs.lora_up.num_tokens = num_tokens;
     add_coded(all, format, mixed, values, scales, rkv, 3, width, width, width, NONE);
     pairs.rank = ranks.total(), pairs.blocks = device().processors - blocks;
-    if (num_tokens > MAX_FEW || !streams(all, format) || width % (PAIR_WARPS * PAIR_STEP) || width > PAIR_WARPS * PAIR_SLICE)
+    if (num_tokens > MAX_FEW || !streams(format, scales, width) || width % (PAIR_WARPS * PAIR_STEP) || width > PAIR_WARPS * PAIR_SLICE)
         return cudaErrorInvalidValue;
     if (blocks < 1 || blocks > all.tiles || pairs.blocks < 1 || pairs.rank == 0) return cudaErrorInvalidValue;
     pairs.hidden = static_cast<const __half*>(hidden), pairs.arrived = static_cast<unsigned long long*>(arrived) + pairs.blocks;
@@ -531,8 +572,10 @@ RWKV_EXPORT int rwkv_quant_inputs(const void* mixed, const void* values, const v
     return with_format(format, [&](auto chosen) -> int {
         constexpr int FORMAT = decltype(chosen)::value;
         if constexpr (upper_bytes(FORMAT, BLOCK) > 0) return cudaErrorNotSupported;
-        else
-            return num_tokens <= 8 ? start_beside<FORMAT, 1>(all, pairs, blocks, overlap, stream)
-                                   : start_beside<FORMAT, 2>(all, pairs, blocks, overlap, stream);
+        else {
+            Maps maps{};
+            if (const int error = describe<FORMAT>(maps, values, scales, 3 * width, width, nullptr, 0)) return error;
+            return (num_tokens <= 8 ? start_beside<FORMAT, 1> : start_beside<FORMAT, 2>)(all, maps, pairs, blocks, overlap, stream);
+        }
     });
 }
