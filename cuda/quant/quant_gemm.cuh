@@ -359,8 +359,8 @@ __device__ __forceinline__ void add(float (&sums)[COUNT], const float (&part)[CO
     for (int i = 0; i < COUNT; i++) sums[i] += part[i];
 }
 
-// The same with x in e4m3, and parts of 128 values of k added in fp32. Where registers allow, the next weights are read while the tensor cores work, and the part of one tile
-// of 64 rows is added while they work on the other.
+// The same with x in e4m3, and parts of 128 values of k added in fp32. Where registers allow, the next weights are read while the
+// tensor cores work, and the part of one tile of 64 rows is added while they work on the other.
 template <bool TRANSPOSED, int WGS, int BN>
 __device__ __forceinline__ void accumulate_parts(float (&sums)[2][BN / 2], Place& at) {
     constexpr bool TWO_PARTS = BN <= 80, AHEAD = TRANSPOSED && BN <= 96;  // what ptxas takes without waiting for each product
@@ -445,11 +445,15 @@ __device__ __forceinline__ void accumulate_whole(float (&sums)[2][BN / 2], Place
     release_rows(at, last);
 }
 
-// A lane's four weight rows: where they are in the tile, and their scales.
+// The four weight rows that a thread writes the results of, and their scales, asked for before they are needed: those of its sums,
+// or with a split others.
+template <int WGS>
 struct Rows {
     int m;
     float scale[4];
-    __device__ Rows(const Shape& p, const Tile& tile, int in_tile) : m(tile.m + in_tile) {
+    __device__ Rows(const Shape& p, const Tile& tile) {
+        const int own = threadIdx.x / 32 * 32 + threadIdx.x % 32 / 4 * 4;  // a warp has 32 weight rows
+        m = tile.m + (p.split == 1 ? own : threadIdx.x % (WGS * GROUP_ROWS / 4) * 4);
 #pragma unroll
         for (int i = 0; i < 4; i++) scale[i] = m + i < p.M ? p.scales[size_t(tile.plane) * p.M + m + i] : 0.f;
     }
@@ -466,10 +470,9 @@ struct Rows {
 };
 
 // Write one warpgroup's sums as fp16.
-template <int BN>
-__device__ __forceinline__ void store(const float (&sums)[2][BN / 2], const Shape& p, const Tile& tile) {
-    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 32;  // a warp has 32 weight rows
-    const Rows rows(p, tile, first + lane / 4 * 4);
+template <int WGS, int BN>
+__device__ __forceinline__ void store(const float (&sums)[2][BN / 2], const Shape& p, const Tile& tile, const Rows<WGS>& rows) {
+    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 32;
     uint2 any{};
     if (rows.m < p.width)
 #pragma unroll
@@ -493,7 +496,7 @@ __device__ __forceinline__ void store(const float (&sums)[2][BN / 2], const Shap
 // sums go where the stages were. Threads that hold no sums take part in the cluster's meeting.
 template <int WGS, int BN>
 __device__ __forceinline__ void store_shared(
-    const float (&sums)[2][BN / 2], const Shape& p, const Tile& tile, char* stages, const Work& work
+    const float (&sums)[2][BN / 2], const Shape& p, const Tile& tile, const Rows<WGS>& rows, char* stages, const Work& work
 ) {
     constexpr int PITCH = float_pitch(WGS), WIDTH = WGS * GROUP_ROWS / 4;
     const int thread = threadIdx.x, lane = thread % 32;
@@ -511,7 +514,6 @@ __device__ __forceinline__ void store_shared(
     cluster_arrive_release();
     cluster_wait();
     const int tokens = BN >> p.log_split;
-    const Rows rows(p, tile, thread % WIDTH * 4);
 #pragma unroll 1
     for (int n = thread / WIDTH; n < tokens; n += WGS * 128 / WIDTH) {
         const int of_tile = work.part * tokens + n, row = tile.n + of_tile;
@@ -520,7 +522,8 @@ __device__ __forceinline__ void store_shared(
 #pragma unroll
         for (int part = 0; part < MAX_CLUSTER; part++) {
             if (part >= p.split) break;
-            const float4 v = *reinterpret_cast<const float4*>(remote(own, part * p.cast + work.number) + of_tile * PITCH + thread % WIDTH * 4);
+            const float* const from = remote(own, part * p.cast + work.number) + of_tile * PITCH + thread % WIDTH * 4;
+            const float4 v = *reinterpret_cast<const float4*>(from);
             sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
         }
         rows.write(p, tile, row, sum.x, sum.y, sum.z, sum.w);
@@ -553,17 +556,25 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& w_map, const C
         Place at{barriers, p, work, shared_address(stages) + threadIdx.x / 128 * GROUP_BYTES, shared_address(rows), {}, {}};
         for (int t = work.first; t < work.tiles; t += work.stride) {
             float sums[2][BN / 2];
-            if constexpr (FP8 && BN > 96)
-                accumulate_whole<TRANSPOSED, WGS, BN>(sums, at);
-            else if constexpr (FP8)
-                accumulate_parts<TRANSPOSED, WGS, BN>(sums, at);
-            else
-                accumulate_fp16<VALUES, TRANSPOSED, WGS, BN>(sums, at);
             const Tile tile(t, p, work, WGS * GROUP_ROWS, BN);
-            if (p.split == 1)
-                store<BN>(sums, p, tile);
-            else
-                store_shared<WGS, BN>(sums, p, tile, stages, work);
+            const auto write = [&](const Rows<WGS>& of_tile) {
+                if (p.split == 1)
+                    store<WGS, BN>(sums, p, tile, of_tile);
+                else
+                    store_shared<WGS, BN>(sums, p, tile, of_tile, stages, work);
+            };
+            if constexpr (FP8) {  // no registers are left for the scales
+                prefetch(p.scales + size_t(tile.plane) * p.M + min(tile.m + int(threadIdx.x), p.M - 1));
+                if constexpr (BN > 96)
+                    accumulate_whole<TRANSPOSED, WGS, BN>(sums, at);
+                else
+                    accumulate_parts<TRANSPOSED, WGS, BN>(sums, at);
+                write(Rows<WGS>(p, tile));
+            } else {
+                const Rows<WGS> of_tile(p, tile);
+                accumulate_fp16<VALUES, TRANSPOSED, WGS, BN>(sums, at);
+                write(of_tile);
+            }
         }
     } else {
         if (wide(BN, FP8)) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
