@@ -165,6 +165,8 @@ template <bool FP8, int WGS, int BN>
 __device__ __forceinline__ void load_rows(
     const CUtensorMap& map, const Shape& p, const Work& work, char* stages, Barriers& barriers
 ) {
+    if (threadIdx.x % 32 == 0) prefetch_map(map);
+    __syncwarp();
     if (p.cast > 1) cluster_wait();
     __syncthreads();
     if (threadIdx.x % 32 == 0) {
