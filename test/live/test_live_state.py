@@ -617,7 +617,7 @@ def test_kill_9(keeper):
         say(keeper, name, FIRST)
     before = exported(keeper, "from disk")
     second = say(keeper, "from VRAM", SECOND)
-    _, restarts = disturb(keeper, "client", sessions=32, kills=2, seed=9)
+    _, restarts = disturb(keeper, "client", sessions=32, kills=1, seed=9)
     print(f"the engine was back after {max(restarts):.1f} s")
     assert entry(keeper, "from disk")["cache_level"] == "Database (Disk)"
     assert_close(exported(keeper, "from disk"), before, 1e-4)
