@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import os
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -218,6 +219,13 @@ def test_files_that_cannot_be_those_of_a_batch_are_refused_before_anything_start
     ]:
         assert batch_command.answer_file(argv, {}, ["false"]) == 2
         assert word in capsys.readouterr().err
+
+
+def test_crashes_that_found_a_line_do_not_count():
+    supervisor = object.__new__(batch_command.BatchSupervisor)
+    supervisor.crashes = deque([1.0, 2.0, 3.0])
+    supervisor.hear(None, {"event": "found"})
+    assert not supervisor.crashes
 
 
 class SlowApp:

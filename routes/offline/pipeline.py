@@ -20,7 +20,7 @@ ROWS_PER_SLOT = 2  # in progress: when all slots end in one step, as many rows w
 MORE_ROWS = 32
 TRIES = 3  # of a request whose step failed
 TICK_SECONDS = 0.1
-GONE = ("engine_dead", "engine_lost")  # codes of a refusal by an engine that ends
+GONE = ("engine_dead", "engine_lost")  # codes of what an engine that ends had, or refuses
 
 
 class Pipeline:
@@ -157,7 +157,7 @@ class Pipeline:
         One whose step failed is tried again, and so is one that the engine was lost with, unless nothing else ran beside it.
         """
         failures = 0
-        was_tried = is_alone = has_failed = False
+        is_tried = is_alone = has_failed = False
         while True:
             context = RequestContext(self.app, "POST", call.url, {}, body=call.body, form="openai")
             context.body_bytes = call.num_bytes
@@ -168,14 +168,15 @@ class Pipeline:
                 if self.stopping:
                     return None
                 log.debug("%s is tried again: %s", context.id, error)
-                if was_lost(context) or (has_failed and error.code in GONE):
-                    if is_alone:
-                        return context.id, self._ends_engine(line)
-                    is_alone = await self._suspects.turn(was_tried=was_tried)
-                    failures, was_tried, has_failed = 0, True, False
-                    if self.stopping:
-                        return None
                 await asyncio.sleep(TICK_SECONDS)
+                if error.code in GONE:
+                    is_lost = has_failed or was_lost(context)
+                    if is_lost and is_alone:
+                        return context.id, self._ends_engine(line)
+                    is_alone = await self._suspects.turn(was_tried=is_lost and is_tried)
+                    is_tried, failures, has_failed = True, 0, False
+                if self.stopping:
+                    return None
                 await self._engine()
             except EngineFailed as error:
                 failures += 1

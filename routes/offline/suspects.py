@@ -12,10 +12,11 @@ class _Suspect(NamedTuple):
 
 
 class Suspects:
-    """Requests that an engine was lost with. They go again, and nothing else beside them, until one is alone with its fault.
+    """Requests that were in progress when an engine was lost.
 
-    The first time they go in groups, as many as each group is large; a group that the engine is lost with again goes one by
-    one. So three losses find one request among hundreds, and the others are answered meanwhile.
+    They go again, and nothing else beside them, until one is alone with its fault. The first time they go in groups, as many as
+    each group is large; a group that the engine is lost with again goes one by one. So three losses find one request among
+    hundreds, and the others are answered meanwhile.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class Suspects:
     async def turn(self, *, was_tried: bool) -> bool:
         """Wait for one's turn to go again; returns whether one goes alone.
 
-        was_tried  whether it was in a group before
+        was_tried  whether the engine was lost with it in a group
         """
         suspect = _Suspect(asyncio.get_running_loop().create_future(), was_tried)
         self._lost.append(suspect)

@@ -96,10 +96,9 @@ class StubEngine:
                 raise Overloaded(f"the queue is full: {self.queue} requests wait")
             run = StubRequest(request, owner)
             self._num_requests += 1
-            if self._num_requests == self._fault_at:
+            by = request.prompts[0] if self._fault == "poison" else [self._num_requests]
+            if self._fault_at in by:
                 run.fault = self._fault
-            elif self._fault == "poison" and self._fault_at in request.prompts[0]:
-                run.fault = "poison"
             self._runs[request.id] = run
             self._waiting.extend(StubRow(run, index) for index in range(request.num_rows))
         self._wake.set()
