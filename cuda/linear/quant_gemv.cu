@@ -119,10 +119,10 @@ struct Maps {
     CUtensorMap codes, beside, plain;
 };
 
-// One block a multiprocessor, every one with its share of the bytes of all tiles. A warp copies rows into a ring of stages; the
-// others keep their part of x in registers, and add up their sums at a tile's end.
+// One block a multiprocessor, every one with its share of the bytes of all tiles. Weights come in a ring of stages; the warps
+// keep their part of x in registers, and add up their sums at a tile's end.
 //
-// Quantised products come first, with `coded` tiles; one of fp16 counts as `weight` of them.
+// All products have the same K. Quantised ones come first, with `coded` tiles; a tile of fp16 counts as `weight` of them.
 struct Shares {
     Products products;
     int coded, weight;
@@ -153,34 +153,40 @@ __device__ __forceinline__ void stream(const Shares& shares, const Maps& maps, i
     }
     __syncthreads();
     const int first = shares.first(part, all_parts), last = shares.first(part + 1, all_parts);
-    int stage = 0, parity = 0;
-    auto advance = [&] {
+    const int width = all.item[0].width;  // of all
+    int stage = 0, parity = 0, step = 0;
+    // What is asked for next: a piece of a tile. All threads keep count; `mine` says who asks.
+    int ahead = first, ahead_piece = 0;
+    auto fetch = [&](int to_stage, bool mine) {
+        if (ahead >= last) return;
+        const bool plain = ahead >= coded;
+        if (mine) {
+            const int i = all.of(ahead);
+            // The matrices of codes lie behind one another, and so do those of fp16, whose heights are whole tiles.
+            const int row = plain ? (ahead - coded) * ROWS : i * all.item[i].rows + (ahead - all.first_tile[i]) * ROWS;
+            uint8_t* const to = ring + to_stage * S::BYTES;
+            expect_bytes(full + to_stage, plain ? ROWS * LOWER : S::BYTES);
+            copy_box(to, plain ? maps.plain : maps.codes, full + to_stage, READ_ONCE, 0, row, ahead_piece * (LOWER / CHUNK));
+            if (S::BESIDE_BYTES && !plain)
+                copy_box(to + S::BESIDE, maps.beside, full + to_stage, READ_ONCE, grouped(FORMAT) ? ahead_piece * S::GROUPS : 0, row,
+                         grouped(FORMAT) ? 0 : ahead_piece * (S::BESIDE_BYTES / CHUNK_BYTES));
+        }
+        if (++ahead_piece * (plain ? HALF_PIECE : S::PIECE) >= width) ahead++, ahead_piece = 0;
+    };
+    for (int s = 0; s < STAGES; s++) fetch(s, threadIdx.x == 0);
+    // A stage has been used by this warp. The one before, which by now all have used, is filled again, by the warps in turn.
+    auto release = [&] {
+        __syncwarp();
+        if (lane == 0) arrive(empty + stage);
+        if (step > 0) {
+            const int before = stage == 0 ? STAGES - 1 : stage - 1;
+            const bool mine = lane == 0 && step % WARPS == warp;
+            if (mine && ahead < last) wait(empty + before, stage == 0 ? parity ^ 1 : parity);
+            fetch(before, mine);
+        }
+        step++;
         if (++stage == STAGES) stage = 0, parity ^= 1;
     };
-
-    if (warp == WARPS) {
-        if (lane == 0) {
-            for (int tile = first; tile < last; tile++) {
-                const bool plain = tile >= coded;
-                const int i = all.of(tile), width = all.item[i].width, piece = plain ? HALF_PIECE : S::PIECE;
-                // The matrices of codes lie behind one another, and so do those of fp16, whose heights are whole tiles.
-                const int row = plain ? (tile - coded) * ROWS : i * all.item[i].rows + (tile - all.first_tile[i]) * ROWS;
-                for (int k = 0, n = 0; k < width; k += piece, n++) {
-                    uint8_t* const to = ring + stage * S::BYTES;
-                    wait(empty + stage, parity ^ 1);
-                    expect_bytes(full + stage, plain ? ROWS * LOWER : S::BYTES);
-                    copy_box(to, plain ? maps.plain : maps.codes, full + stage, READ_ONCE, 0, row, n * (LOWER / CHUNK));
-                    if (S::BESIDE_BYTES && !plain)
-                        copy_box(to + S::BESIDE, maps.beside, full + stage, READ_ONCE, grouped(FORMAT) ? n * S::GROUPS : 0, row,
-                                 grouped(FORMAT) ? 0 : n * (S::BESIDE_BYTES / CHUNK_BYTES));
-                    advance();
-                }
-            }
-        }
-        __syncwarp();
-        wait_for_previous();
-        return;
-    }
 
     const int own = row_of(group);
     const uint8_t* const own_rows = ring + own * CHUNK;  // of the first chunk
@@ -212,7 +218,7 @@ __device__ __forceinline__ void stream(const Shares& shares, const Maps& maps, i
     for (int tile = first; tile < last; tile++) {
         const int i = all.of(tile);
         const Product& p = all.item[i];
-        const int width = p.width, first_row = (tile - all.first_tile[i]) * ROWS;
+        const int first_row = (tile - all.first_tile[i]) * ROWS;
         const bool plain = tile >= coded;
         const float low_scale = plain ? 1.f : scale_of<FORMAT>(p, first_row + own);
         const float high_scale = plain ? 1.f : scale_of<FORMAT>(p, first_row + own + 8);
@@ -238,11 +244,6 @@ __device__ __forceinline__ void stream(const Shares& shares, const Maps& maps, i
                         for (int h = 0; h < HALVES; h++) x[n][w][h] = exchange(x[n][w][h], quarter);
         }
         float sum[2][HALVES][4] = {};
-        auto release = [&] {
-            __syncwarp();
-            if (lane == 0) arrive(empty + stage);
-            advance();
-        };
         if (plain) {
 #pragma unroll
             for (int n = 0; n < MOST_BLOCKS; n++) {
@@ -290,7 +291,7 @@ __device__ __forceinline__ void stream(const Shares& shares, const Maps& maps, i
 #endif
 
 template <int FORMAT, int HALVES, int STAGES>
-__global__ __launch_bounds__((WARPS + 1) * LANES, HALVES == 1 ? 2 : 1)  //
+__global__ __launch_bounds__(WARPS * LANES, HALVES == 1 ? 2 : 1)  //
     void stream_codes(const __grid_constant__ Shares shares, const __grid_constant__ Maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(128) uint8_t memory[];
@@ -300,7 +301,7 @@ __global__ __launch_bounds__((WARPS + 1) * LANES, HALVES == 1 ? 2 : 1)  //
 
 // The same and, in the first blocks, the LoRA pairs. All blocks run at once: one to a multiprocessor, and no more than those.
 template <int FORMAT, int HALVES, int STAGES>
-__global__ __launch_bounds__((WARPS + 1) * LANES, 1)  //
+__global__ __launch_bounds__(WARPS * LANES, 1)  //
     void stream_beside_pairs(
         const __grid_constant__ Shares shares, const __grid_constant__ Maps maps, const __grid_constant__ Pairs pairs
     ) {
@@ -428,7 +429,7 @@ int start_stream(const Products& all, int coded, const Maps& maps, int overlap, 
     static const cudaError_t prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
     if (prepared) return prepared;
     const unsigned blocks = min(all.tiles, device().processors);
-    return start(kernel, {blocks, (WARPS + 1) * LANES, cudaStream_t(stream), overlap, 1, BYTES},
+    return start(kernel, {blocks, WARPS * LANES, cudaStream_t(stream), overlap, 1, BYTES},
                  Shares{all, coded, PLAIN_WEIGHT<FORMAT>}, maps);
 }
 
@@ -443,7 +444,7 @@ int start_beside(const Products& all, const Maps& maps, const Pairs& pairs, int 
     if (prepared) return prepared;
     const int room = PairSpace(all.item[0].width / PAIR_WARPS, pairs.rank, HALVES).total;
     const unsigned grid = pairs.blocks + blocks;
-    return start(kernel, {grid, (WARPS + 1) * LANES, cudaStream_t(stream), overlap, 1, max(BYTES, room)},
+    return start(kernel, {grid, WARPS * LANES, cudaStream_t(stream), overlap, 1, max(BYTES, room)},
                  Shares{all, all.tiles, PLAIN_WEIGHT<FORMAT>}, maps, pairs);
 }
 
