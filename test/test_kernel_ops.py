@@ -257,6 +257,26 @@ def test_few_tokens_read_quantised_matrices_as_they_are_stored(monkeypatch, quan
     assert "rwkv_gemm" not in names
 
 
+@pytest.mark.parametrize("num_tokens", [1, 8, 16])
+@pytest.mark.parametrize("quant", quantized.FORMATS)
+def test_what_one_layer_offers_every_layer_takes(monkeypatch, quant, num_tokens):
+    """The first has no pair for v."""
+    launcher, recorder = make_launcher(monkeypatch, content=False)
+    weights = self_check.random_weights(torch.device("cpu"), quant=quant)
+    ops = KernelOps(weights, launcher, max_tokens=160, max_rows=160)
+    model, state = Model(weights, ops), State(weights.shape, 130, shift_dtype=torch.float16, wkv_dtype=torch.float16)
+    names = set()
+    for product in PRODUCTS:
+        for layer in ops.prepared.layers:
+            for variant in ops.variants(product, num_tokens, layer):
+                ops.choose(product, num_tokens, variant)
+                model.forward(None, CapturedRows.decode(torch.arange(num_tokens)), state)
+                names |= {note[0] for note in recorder.take()}
+                ops.choose(product, num_tokens, None)
+    assert "rwkv_quant_gemv" in names
+    assert ("rwkv_quant_inputs" in names) == (quant in ("int8", "fp8"))  # others want widths of 512
+
+
 def test_tensors_that_do_not_fit_are_named(monkeypatch):
     launcher, _ = make_launcher(monkeypatch)
     linear, dequantise = QuantLinear(launcher), Dequantiser(launcher)

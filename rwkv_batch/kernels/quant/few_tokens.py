@@ -77,7 +77,10 @@ class QuantLinear:
         gates: tuple[Tensor | None, ...],
         config: TileConfig,
     ) -> None:
-        """`project` and `Linear.lora_up` in one launch, as `Gemm.inputs` says; `config`: one of `inputs_configs`."""
+        """`project` and `Linear.lora_up` in one launch, as `Gemm.inputs` says.
+
+        config  one of `inputs_configs` of this layer or another, whose ranks may differ
+        """
         n, c = mixed.shape[1], lora.width
         self._check("mixed", mixed, (PLANES, n, c))
         self._check("rkv", rkv, (3, n, c))
@@ -85,7 +88,7 @@ class QuantLinear:
         for name, out in zip(("w_raw", "a", "v_mix", "g"), gates, strict=True):
             if name != "v_mix" or lora.v0 is not None:
                 self._check(name, out, (n, c), torch.float32 if name == "w_raw" else HALF)
-        if config not in self.inputs_configs(n, matrix, lora):
+        if not (self.inputs_configs(n, matrix, lora) and 0 < config.clusters <= min(_tiles(matrix), self.num_sms - 1)):
             raise ValueError(f"config: {config} does not fit {n} tokens and this matrix")
         tensors = (mixed, matrix.values, matrix.scales, lora.down, lora.up, lora.w0, lora.a0, lora.v0, rkv, hidden, *gates)
         pointers = map(pointer, (*tensors, self._arrived))
@@ -101,8 +104,7 @@ class QuantLinear:
         pairs_bytes = 2 * lora.rank * c * HALF.itemsize
         even = self.num_sms * pairs_bytes / (pairs_bytes + matrix.nbytes)
         fewest = math.ceil(lora.rank / PAIR_ROWS)  # with less they would be waited for
-        tiles = 3 * math.ceil(c / TILE_ROWS)
-        blocks = {min(tiles, self.num_sms - max(fewest, round(even * share))) for share in PAIR_SHARES}
+        blocks = {min(_tiles(matrix), self.num_sms - max(fewest, round(even * share))) for share in PAIR_SHARES}
         return [TileConfig(TILE_ROWS, 8 if n <= 8 else 16, 1, 8, count) for count in sorted(blocks) if count > 0]
 
     def sparse_ffn(self, hidden: Tensor, matrix: QuantMatrix, out: Tensor) -> None:
@@ -140,3 +142,7 @@ class QuantLinear:
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = HALF) -> None:
         check(name, tensor, self.launcher.device, dtype, shape)
+
+
+def _tiles(matrix: QuantMatrix) -> int:
+    return matrix.batch * math.ceil(matrix.M / TILE_ROWS)
