@@ -95,7 +95,7 @@ class Config:
         None, "sessions", "database that servers share instead of a file, postgresql://…; ps shows it", show=False
     )
     snapshots: str | None = setting(None, "sessions", "whole states beside it: a folder all see, or s3://BUCKET/PREFIX")
-    lease_seconds: float = setting(2.0, "sessions", "silence after which sessions leave a server of it", low=0.5, high=600)
+    lease_seconds: float = setting(1.5, "sessions", "silence after which sessions leave a server of it", low=0.5, high=600)
     drop_oldest_sessions: bool = setting(False, "sessions", "a full file loses its oldest sessions, else turns get 507")
     durability: Literal["log", "turn", "relaxed", "shutdown"] = setting(
         "log", "sessions", "an acknowledged turn is on disk as token ids, as a whole state, soon after, or at shutdown"

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -18,11 +19,13 @@ from rwkv_batch.sessions.leases import Lease, LeaseManager, digest_of
 from rwkv_batch.sessions.room import Room
 from rwkv_batch.sessions.shared import GROUP_BYTES, Commit, Shared, is_number
 from rwkv_batch.sessions.state_file import StateFile, Stored, other_model
-from rwkv_batch.sessions.store import NewVersion, Record, Replay, SessionStore, Source, SourceLost
+from rwkv_batch.sessions.store import NewVersion, Record, Replay, SessionStore, Source, SourceLost, StoredState
 from rwkv_batch.sessions.tiers import Key, ResidentSession
 
 log = logging.getLogger("rwkv_batch.session_messages")
 
+SHARES_OF_MEAN = 16  # a turn's in the mean of what turns take is one of these
+FETCHES = 8  # whole states on their way from a shared store at once
 RETRY_SECONDS = 1.0  # until a state that could not be written is tried again
 
 
@@ -36,22 +39,25 @@ class StateReader:
         self._file = file
         self._writer = writer
         self.claims = Claims(shared, leases, store)
+        self._fetches = ThreadPoolExecutor(FETCHES, thread_name_prefix="fetch")  # begins a thread when it needs one
 
     def load(self, lease: Lease) -> None:
         """Find the session and give the lease."""
-        if lease.cancelled:
-            return
+        if not lease.cancelled:
+            self._give(lease, lambda: self._look_on_disk(lease))
+
+    def _give(self, lease: Lease, look: Callable[[], tuple[ResidentSession | None, Replay | None] | None]) -> None:
+        """Give the lease what is found, or say why there is none; None: that will be later."""
         try:
-            if self._store.shared and not self.claims.take(lease):
-                return
-            resident, replay = self._look_on_disk(lease)
+            found = look()
         except RwkvBatchError as error:
             self._leases.refuse(lease, error)
         except Exception:
             log.exception("session %r could not be loaded", lease.key[1])
             self._leases.refuse(lease, StorageFailed(f"session {lease.key[1]!r} could not be loaded"))
         else:
-            self._leases.found(lease, resident, replay)
+            if found is not None:
+                self._leases.found(lease, *found)
 
     def adopt(self, key: Key) -> None:
         """Make a session that is only in rwkv_lightning's table one of ours, as its version 1."""
@@ -61,8 +67,10 @@ class StateReader:
                 raise Unprocessable("the stored state cannot be used: it is not finite", code="state_unusable")
             self._writer.write_whole([resident])
 
-    def _look_on_disk(self, lease: Lease) -> tuple[ResidentSession | None, Replay | None]:
-        """Return the session, unless it is in memory, and the answer that the idempotency key stands for."""
+    def _look_on_disk(self, lease: Lease) -> tuple[ResidentSession | None, Replay | None] | None:
+        """Return the session, unless it is in memory, and the answer that the idempotency key stands for; None: not yet."""
+        if self._store.shared and not self.claims.take(lease):
+            return None
         namespace, session = lease.key[0], lease.session
         if session.key is not None:
             replay = self._store.replay(namespace, session.name, session.key)
@@ -75,11 +83,20 @@ class StateReader:
         if lease.takes_turns:
             self.adopt(lease.key)  # so that the turn can be taken back
         record = self._store.find(*lease.key)
-        return self.read(lease.key, record) if record is not None else self._read_reference(lease.key), None
+        if record is None:
+            return self._read_reference(lease.key), None
+        stored = self._store.load(record)
+        if self._store.shared and stored.pieces is not None:  # they come over a network, and others need not wait for them
+            self._fetches.submit(self._give, lease, lambda: (self._read(lease.key, record, stored), None))
+            return None
+        return self._read(lease.key, record, stored), None
 
     def read(self, key: Key, record: Record) -> ResidentSession:
         """Read a version from disk."""
-        snapshot, ids = self.read_state(record)
+        return self._read(key, record, self._store.load(record))
+
+    def _read(self, key: Key, record: Record, stored: StoredState) -> ResidentSession:
+        snapshot, ids = self._decode(record, stored)
         return ResidentSession(
             key, record.version, snapshot, record.newlines, record.updated, ids, lag=len(ids), response=bool(record.response),
             id=record.session,
@@ -87,7 +104,10 @@ class StateReader:
 
     def read_state(self, record: Record) -> tuple[Snapshot | None, list[int]]:
         """Return a whole state on disk, None for the empty one, and the ids that lead from it to that of a version."""
-        pieces, ids, models = self._store.load(record)
+        return self._decode(record, self._store.load(record))
+
+    def _decode(self, record: Record, stored: StoredState) -> tuple[Snapshot | None, list[int]]:
+        pieces, ids, models = stored
         for model in models - {self._file.fingerprint}:
             raise other_model(model, self._file.fingerprint)
         snapshot = self._file.decode(pieces, pin=self._shared.copies.on_gpu).snapshot if pieces is not None else None
@@ -117,7 +137,10 @@ class StateReader:
 
 
 class StateWriter:
-    """Saves the states of turns that ended, at once or when they are due."""
+    """Saves the states of turns that ended, at once or when they are due.
+
+    turn_seconds  what turns take, from the lease to the commit
+    """
 
     def __init__(
         self,
@@ -135,6 +158,7 @@ class StateWriter:
         self._file = file
         self._room = room
         self._relaxed_seconds = relaxed_seconds
+        self.turn_seconds = 0.0
         self._logs = shared.durability == "log"
         self._at_once = shared.durability in ("log", "turn")
 
@@ -146,6 +170,7 @@ class StateWriter:
         good: list[tuple[Commit, ResidentSession]] = []
         new: set[Key] = set()  # names given to new sessions by turns that are written together with this one
         for job in jobs:
+            self.turn_seconds += (began - job.lease.granted_at - self.turn_seconds) / SHARES_OF_MEAN
             try:
                 good.append((job, self._prepare(job, new)))
                 if job.lease.session.save_as is not None:

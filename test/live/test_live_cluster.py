@@ -82,9 +82,13 @@ def unexplained(callers: list[Caller], kills: list[tuple[str, float]]) -> list[F
     ]
 
 
-def pauses(callers: list[Caller], kills: list[tuple[str, float]]) -> list[float]:
-    """After each kill, how long each session took until its next turn was acknowledged."""
-    return [next((at - when for at in caller.acknowledged if at >= when), 0.0) for _, when in kills for caller in callers]
+def pauses(callers: list[Caller], kills: list[tuple[str, float]]) -> dict[str, list[float]]:
+    """After each kill, how long the session took that took longest until its next turn was acknowledged."""
+    found: dict[str, list[float]] = {}
+    for kind, when in kills:
+        waits = [next((at - when for at in caller.acknowledged if at >= when), 0.0) for caller in callers]
+        found.setdefault(kind, []).append(round(max(waits), 2))
+    return found
 
 
 @pytest.mark.parametrize(("sessions", "kills"), [(12, int(os.environ.get("KILLS", "100")))])
@@ -110,13 +114,14 @@ def test_a_random_process_is_killed_again_and_again(folder, checkpoint, sessions
         asyncio.run(run())
         times, strange = pauses(callers, killed), unexplained(callers, killed)
         turns, failures = sum(len(c.turns) for c in callers), sum(len(c.failed) for c in callers)
-        kinds = {kind: sum(found == kind for found, _ in killed) for kind in sorted({kind for kind, _ in killed})}
         print(
-            f"\n{len(killed)} kills {kinds}: {turns} turns acknowledged, {failures} calls failed, {len(strange)} of them not on"
-            f" their way to what died; pauses: median {statistics.median(times):.2f} s, longest {max(times):.2f} s"
+            f"\n{len(killed)} kills: {turns} turns acknowledged, {failures} calls failed, {len(strange)} of them not on"
+            f" their way to what died; longest pause of any of {sessions} sessions:"
         )
+        for kind, seconds in sorted(times.items()):
+            print(f"    {kind}, {len(seconds)} kills: median {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s")
         assert not strange, strange[:5]
-        assert not STRICT or max(times) < GO_ON + 1.0
+        assert not STRICT or statistics.median(times["engine"] + times["supervisor"]) < GO_ON
 
 
 def test_an_engine_that_is_stopped_in_the_middle_of_a_turn(folder, checkpoint):

@@ -148,7 +148,7 @@ class PostgresStore(PostgresCatalog):
         replay_seconds: float = 600.0,
         response_seconds: float = 30 * 86400.0,
         max_responses: int = 1000,
-        lease_seconds: float = 2.0,
+        lease_seconds: float = 1.5,
     ):
         database = Database(url, durable=True, idle_seconds=lease_seconds)
         super().__init__(database, objects, replay_seconds=replay_seconds, response_seconds=response_seconds)
