@@ -343,30 +343,6 @@ def test_turns_that_end_together_share_a_transaction(path, monkeypatch):
         assert len(sizes) <= 3
 
 
-def test_turns_of_a_while_share_a_transaction_and_a_turn_alone_waits_for_none(path, monkeypatch):
-    """The log rests for a share of what turns take, and goes on with what else there is to do."""
-    monkeypatch.setattr(storage, "LOG_REST_SECONDS", 60.0)
-    with LogPool(path) as pool:
-        sizes, write = [], pool.database.write
-        monkeypatch.setattr(pool.database, "write", lambda turns: (sizes.append(len(turns)), write(turns)))
-        began = time.monotonic()
-        assert pool.say("alone", (1,)).version == 1
-        leases = [pool.lease(f"s{number}") for number in range(5)]
-        pool.pool._thread._writer.turn_seconds = 20.0
-        answers = [pool.say_later(lease, (number,)) for number, lease in enumerate(leases)]
-        assert pool.ids("not there") is None  # looked for on disk meanwhile
-        assert sizes == [1]
-        pool.pool._thread._writer.turn_seconds = 0.0
-        pool.pool.shared.lock.ring()
-        assert [take(answer).version for answer in answers] == [1] * 5
-        assert sizes == [1, 5]
-        assert time.monotonic() - began < 50
-        pool.pool._thread._writer.turn_seconds = 1000.0
-        answer = pool.say_later(pool.lease("alone"), (2,))
-        pool.pool.close()  # waits for nothing
-        assert take(answer).version == 2
-
-
 def statements(pool: LogPool) -> list[str]:
     """What is asked of SQLite from now on, by its first word."""
     found: list[str] = []

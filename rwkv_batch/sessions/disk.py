@@ -24,7 +24,6 @@ from rwkv_batch.sessions.tiers import Key, ResidentSession
 
 log = logging.getLogger("rwkv_batch.session_messages")
 
-SHARES_OF_MEAN = 16  # a turn's in the mean of what turns take is one of these
 FETCHES = 8  # whole states on their way from a shared store at once
 RETRY_SECONDS = 1.0  # until a state that could not be written is tried again
 
@@ -137,10 +136,7 @@ class StateReader:
 
 
 class StateWriter:
-    """Saves the states of turns that ended, at once or when they are due.
-
-    turn_seconds  what turns take, from the lease to the commit
-    """
+    """Saves the states of turns that ended, at once or when they are due."""
 
     def __init__(
         self,
@@ -158,7 +154,6 @@ class StateWriter:
         self._file = file
         self._room = room
         self._relaxed_seconds = relaxed_seconds
-        self.turn_seconds = 0.0
         self._logs = shared.durability == "log"
         self._at_once = shared.durability in ("log", "turn")
 
@@ -170,7 +165,6 @@ class StateWriter:
         good: list[tuple[Commit, ResidentSession]] = []
         new: set[Key] = set()  # names given to new sessions by turns that are written together with this one
         for job in jobs:
-            self.turn_seconds += (began - job.lease.granted_at - self.turn_seconds) / SHARES_OF_MEAN
             try:
                 good.append((job, self._prepare(job, new)))
                 if job.lease.session.save_as is not None:

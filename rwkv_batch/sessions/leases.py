@@ -58,7 +58,6 @@ class Lease:
         self.ready = ready
         self.resident: ResidentSession | None = None
         self.deadline = math.inf
-        self.granted_at = 0.0
         self.cancelled = False
         self._leases = leases
 
@@ -369,7 +368,6 @@ class LeaseManager:
             lease.resident, lease.version, lease.newlines = resident, resident.version, resident.newlines
         self.unanswered.pop(lease.request.id, None)
         self.granted.add(lease)
-        lease.granted_at = time.monotonic()
         lease.ready(lease)
 
     def _computed(self, lease: Lease, resident: ResidentSession, result: Snapshot | RwkvBatchError) -> None:

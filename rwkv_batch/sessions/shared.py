@@ -142,14 +142,12 @@ class JobQueue:
 
     num_commits, commit_bytes  turns that ended and whose callers wait for the end of the commit, and their states
     num_demotes                sessions that are to be copied to the host
-    log_rests                  turns that end wait for those that end next, nobody need look at them before
     """
 
     def __init__(self):
         self.num_commits = 0
         self.commit_bytes = 0
         self.num_demotes = 0
-        self.log_rests = False
         self._jobs: deque[Job] = deque()
         self._others_next = False  # the log had the last turn
 
@@ -176,11 +174,9 @@ class JobQueue:
         they take little time, but there may always be some.
         """
         if durability == "log":
-            if (self._others_next or self.log_rests) and (job := self._take_other()) is not None:
+            if self._others_next and (job := self._take_other()) is not None:
                 self._others_next = False
                 return [job]
-            if self.log_rests:
-                return [self._jobs.popleft()] if self._jobs and isinstance(self._jobs[0], Execute) else []
             if commits := self._take_commits():
                 self._others_next = True
                 return commits
@@ -273,8 +269,7 @@ class Shared:
         """Have the storage thread do it."""
         with self.lock:
             self.jobs.add(job)
-            if not (self.jobs.log_rests and isinstance(job, Commit)):
-                self.lock.ring()
+            self.lock.ring()
 
     def check_open(self) -> None:
         """Raise Unavailable when the server stops."""

@@ -18,8 +18,6 @@ from rwkv_batch.sessions.tiers import ResidentSession
 log = logging.getLogger("rwkv_batch.session_messages")
 
 IDLE_SECONDS = 1.0  # without work until the store does all its upkeep
-LOG_SHARE = 0.03  # of what a turn takes: so long the log rests after it began to write turns, and those that end meanwhile
-LOG_REST_SECONDS = 0.03  # share a transaction, the steps that feed their next prompts, and messages; and the most
 
 
 class StorageThread:
@@ -45,7 +43,6 @@ class StorageThread:
         self._snapshots = snapshots
         self._finish_seconds = finish_seconds
         self._commands = commands
-        self._log_began = -math.inf
         self._thread = threading.Thread(target=self._run, name="storage", daemon=True)
 
     def start(self) -> None:
@@ -66,17 +63,12 @@ class StorageThread:
             woken = True
             with shared.lock:
                 self._leases.time_out()
-                rest = self._log_rest()
-                shared.jobs.log_rests = rest > 0
                 jobs = shared.jobs.take(shared.durability)
                 if not jobs:
                     if shared.closing:
                         break
-                    seconds = max(0.0, min(self._next_time() - time.monotonic(), IDLE_SECONDS))
-                    woken = shared.lock.wait(min(seconds, rest) if rest else seconds) or rest > 0
+                    woken = shared.lock.wait(max(0.0, min(self._next_time() - time.monotonic(), IDLE_SECONDS)))
             if jobs:
-                if isinstance(jobs[0], Commit):
-                    self._log_began = time.monotonic()
                 try:
                     self._work(jobs)
                 except Exception:  # such as a device that is gone
@@ -96,13 +88,6 @@ class StorageThread:
             log.info("%d sessions are kept as ids, to be fed again when they go on", num_lagging)
         self._store.tidy(waiting=False, idle=True)
         self._store.close()
-
-    def _log_rest(self) -> float:
-        """Seconds until turns are written again."""
-        if self._shared.durability != "log" or self._shared.closing:
-            return 0.0
-        rest = min(LOG_REST_SECONDS, LOG_SHARE * self._writer.turn_seconds)
-        return max(0.0, self._log_began + rest - time.monotonic())
 
     def _next_time(self) -> float:
         """When there is something to do next, on the clock of time.monotonic."""

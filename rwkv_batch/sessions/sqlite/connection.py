@@ -18,7 +18,7 @@ from rwkv_batch.sessions.sqlite.states import StateConnection
 
 log = logging.getLogger("rwkv_batch.sessions.sqlite")
 
-PAGE_BYTES = 8192  # a turn in the log changes some seven pages, and a sync takes long with many bytes; states want large ones
+PAGE_BYTES = 16384  # a turn in the log changes some ten pages; states, which are megabytes, want larger ones than usual
 TURN_PAGES, TURNS_PER_PAGE = 8, 4  # what a transaction with turns changes, about
 WAL_BYTES = 256 * 2**20  # a write-ahead log longer than this is copied back although turns wait,
 WAL_SOON_BYTES = 16 * 2**20  # longer than this when none does: a little at a time, lest one turn wait for all of it
