@@ -189,7 +189,7 @@ class Controls:
                 hit = torch.where(penalties[column] == 0, self.alpha_presence[slot], self.alpha_frequency[slot])
                 penalties.mul_(self.alpha_decay[slot])[column] += hit
         if self.seen is not None and self.needs[slot].repeated:
-            self.seen[slot] |= self.columns_in(ids).to(self.device)
+            self.seen[slot] |= self._columns_in(ids).to(self.device)
 
     def _derive(self, params: SamplingParams) -> tuple[dict[str, float], dict[int, float], Needs]:
         """Return the controls that rows with these parameters share, by name, their logit bias by column, and their needs."""
@@ -289,7 +289,7 @@ class Controls:
         if not prompts:
             self.seen.index_fill_(0, index, 0)
             return
-        distinct = {id(prompt): self.columns_in(prompt) for prompt in prompts}  # the rows of a prompt's choices share it
+        distinct = {id(prompt): self._columns_in(prompt) for prompt in prompts}  # the rows of a prompt's choices share it
         words = torch.stack([distinct[id(prompt)] for prompt in prompts])
         self.seen.index_copy_(0, index, words.to(self.device, non_blocking=True))
 
@@ -297,7 +297,7 @@ class Controls:
         """Return the columns of sampled ids."""
         return torch.searchsorted(self._host_ids, torch.tensor(ids)).tolist()
 
-    def columns_in(self, prompt: Sequence[int]) -> Tensor:
+    def _columns_in(self, prompt: Sequence[int]) -> Tensor:
         """Return the columns of a prompt's ids as words [W]; ids without one are left out."""
         ids = torch.tensor(prompt, dtype=torch.int64)
         columns = torch.searchsorted(self._host_ids, ids).clamp_(max=self.num_columns - 1)

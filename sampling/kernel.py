@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sampling.base import Controls, Needs, Sampled
-from sampling.masks import SlotMasks, num_words, pack
+from sampling.masks import SlotMasks, num_words, pack, words_of
 from sampling.params import SamplingParams
 from sampling.reference import report_logprobs
 
@@ -158,16 +158,17 @@ class KernelSampler:
             return
         penalties, decay = controls.penalties[slot], controls.alpha_decay[slot]
         pending, added = self._pending_column[slot].long(), self._pending_penalty[slot]
-        for column in controls.columns_of(ids):
+        columns = controls.columns_of(ids)
+        for column in columns:
             penalties.mul_(decay)
             penalties.index_add_(0, pending.clamp(min=0)[None], torch.where(pending < 0, 0, added)[None])
             added = torch.where(penalties[column] == 0, controls.alpha_presence[slot], controls.alpha_frequency[slot])
             pending = torch.full_like(pending, column)
         self._pending_column[slot], self._pending_penalty[slot] = pending, added
-        seen = controls.columns_in(ids)
-        self._touched[slot] |= pack(seen.view(torch.uint8) != 0).to(self.device, non_blocking=True)
+        eights = words_of((column // 8 for column in columns), -(-len(self.ids) // 8))
+        self._touched[slot] |= eights.to(self.device, non_blocking=True)
         if self.needs[slot].repeated:
-            controls.seen[slot] |= seen.to(self.device, non_blocking=True)
+            controls.seen[slot] |= words_of(columns, len(self.ids)).to(self.device, non_blocking=True)
 
     def sample(self, logits: Tensor, slots: Tensor, slot_list: Sequence[int] | None = None) -> Sampled:
         """Sample one token for each row of `logits` [B, U]; slot -1 = padding, whose row is left alone.

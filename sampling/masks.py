@@ -4,7 +4,7 @@ Column u of U is bit u % 32 of word u // 32; words are int32, W = ceil(U / 32) o
 nothing. Read as bytes, as kernels do, column u is bit u % 8 of byte u // 8.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ def pack(flags: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(flags.to(torch.uint8), (0, -flags.shape[-1] % WORD)).unflatten(-1, (-1, 8))
     values = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=flags.device)
     return (padded * values).sum(-1, dtype=torch.uint8).view(torch.int32)  # all machines that run this are little-endian
+
+
+def words_of(places: Iterable[int], num_places: int) -> Tensor:
+    """Return the words [W] int32 in which these bits of `num_places` are set, without a look at the others."""
+    data = bytearray(4 * num_words(num_places))
+    for place in places:
+        data[place // 8] |= 1 << place % 8
+    return torch.frombuffer(data, dtype=torch.int32)
 
 
 def unpack(words: Tensor, num_columns: int) -> Tensor:

@@ -70,8 +70,7 @@ class GrammarHarness(Harness):
 
         def tell(masks):
             notify(masks)
-            if not grammars._num_open:
-                made.set()
+            made.set()
 
         def flush_and_wait():
             waits = bool(grammars._told)

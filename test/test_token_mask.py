@@ -6,12 +6,12 @@ from models import TINY, random_weights
 
 from rwkv_batch.engine import token_mask
 from rwkv_batch.engine.engine import Engine
-from rwkv_batch.engine.token_mask import MOST_SHARE, MaskPatience
+from rwkv_batch.engine.token_mask import MOST_SHARE, SHRINKING, MaskPatience
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.request import Request
 from rwkv_batch.scheduling.scheduler import Scheduler
-from sampling.masks import pack, unpack
+from sampling.masks import pack, unpack, words_of
 from sampling.params import SamplingParams
 from sampling.reference import ReferenceSampler
 
@@ -47,6 +47,8 @@ class OnlyMultiples:
 
 @pytest.mark.parametrize("num_columns", [1, 31, 32, 33, 100, 4096])
 def test_bits_of_words_stand_for_columns(num_columns):
+    places = {0, num_columns // 2, num_columns - 1}
+    assert unpack(words_of(places, num_columns), num_columns).nonzero().flatten().tolist() == sorted(places)
     flags = torch.rand(3, num_columns, generator=torch.Generator().manual_seed(num_columns)) < 0.5
     words = pack(flags)
     assert words.dtype == torch.int32
@@ -131,7 +133,7 @@ def test_waiting_for_masks_ends_before_the_device_has_nothing_to_do(monkeypatch)
     assert patience.deadline() - now == pytest.approx(MOST_SHARE * 0.01, rel=1e-3)
     for _ in range(3):
         patience.judge(was_long=True)
-    assert patience.deadline() - now == pytest.approx(MOST_SHARE * 0.01 / 8, rel=1e-3)
+    assert patience.deadline() - now == pytest.approx(MOST_SHARE * 0.01 * SHRINKING**3, rel=1e-3)
     for _ in range(100):
         patience.judge(was_long=False)
     assert patience.deadline() - now == pytest.approx(MOST_SHARE * 0.01, rel=1e-3)

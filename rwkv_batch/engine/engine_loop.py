@@ -176,7 +176,7 @@ class EngineLoop(ActiveRequests):
             self.scheduler.cancel(request.id)
             self._refuse(accepted, told(request, error))
             return
-        if accepted.masks is not None:
+        if accepted.masks is not None and (self.scheduler.mixed or not request.sampling.penalized):  # else counting takes long
             for sequence, row in rows.items():
                 if row.may_be_fed() and not sequence.mask.complete:
                     begin_forced(sequence, row, self.tokenizer.token_bytes)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from rwkv_batch.request import Sequence
 
-MOST_SHARE = 0.7  # of a step, in which the next one waits for masks; it is to be submitted before this one ends
-SHARE_STEP = 0.02  # by which the share grows after a wait that was not too long; one that was halves it
+MOST_SHARE = 0.6  # of a step, in which the next one waits for masks; it is to be submitted before this one ends
+SHARE_STEP = 0.01  # by which the share grows after a wait that was not too long
+SHRINKING = 0.75  # what is left of it after one that was
 LONG_STEP = 0.1  # seconds between two steps; what takes longer says nothing about the pace
 
 
@@ -60,7 +61,7 @@ class MaskPatience:
 
     def judge(self, *, was_long: bool) -> None:
         """A step was submitted after a wait; `was_long`: the device had come to the end of the one before by then."""
-        self._share = self._share / 2 if was_long else min(MOST_SHARE, self._share + SHARE_STEP)
+        self._share = self._share * SHRINKING if was_long else min(MOST_SHARE, self._share + SHARE_STEP)
 
     def note_step(self, *, is_typical: bool) -> None:
         """A step was read; `is_typical`: it is of the kind in which others wait for masks."""

@@ -1,19 +1,20 @@
 """Which tokens a row may sample by its grammar: one matcher a row, whose masks are made in threads of their own.
 
-The loop's thread takes masks and tells ids, and never waits. After a step it hands over what was sampled (`Grammars.flush`);
-some threads tell the matchers, and llguidance makes the masks without Python's lock: of one row each, so that a mask that takes
-long holds up no other. Where the grammar leaves one text only, the tokens of that text are known at once: their masks allow one
-token each, so the row runs in every step until there is something to choose again.
+The loop's thread takes masks and tells ids, and never waits. After a step it hands over what was sampled, all at once
+(`Grammars.flush`); one thread tells the matchers, and llguidance makes the masks of all of them on several cores, without
+Python's lock. Where the grammar leaves one text only, the tokens of that text are known at once: their masks allow one token
+each, so the row runs in every step until there is something to choose again.
 """
 
 import itertools
 import logging
 import os
 import queue
+import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ END_BIT = 1  # of the first word: the end token
 COMPILED = 32  # grammars that are kept compiled
 COMPILED_BYTES = 2**20  # of their sources: what is compiled may take a hundred times as much
 MAX_THREADS = 8
+SWITCH_SECONDS = 0.0005  # that the loop's thread keeps Python's lock while masks wait for it: what they need it for is short
 
 
 class Columns:
@@ -138,8 +140,8 @@ class Grammars:
     """The grammars of an engine. Its threads start with the first one.
 
     output_ids  the ids that can be drawn, by column
-    notify      called in other threads with masks whose rows must say something, have come to their ends or have failed, and
-                with none when all masks are made that were asked for
+    notify      called in another thread when masks are ready, with those whose rows must say something, have come to their ends
+                or have failed
     """
 
     def __init__(self, tokenizer: Tokenizer, output_ids: Sequence[int]):
@@ -148,14 +150,13 @@ class Grammars:
         self.notify: Callable[[list[GrammarMask]], None] = lambda masks: None
         self.columns = Columns(output_ids, tokenizer.vocab_size)
         self._told: list[tuple[GrammarMask, int]] = []  # the loop's thread only
-        self._ids: queue.SimpleQueue[tuple[GrammarMask, int]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._num_open = 0  # ids of which no mask was made yet
+        self._batches: queue.SimpleQueue[list[tuple[GrammarMask, int]]] = queue.SimpleQueue()
         self._wanted: queue.SimpleQueue[tuple[Request, Callable[[list[GrammarMask] | RwkvBatchError], None]]] = (
             queue.SimpleQueue()
         )
         self._compiled: OrderedDict[Grammar, Start] = OrderedDict()
         self._tokens: LLTokenizer | None = None
+        self._executor: Any = None
         self._started = False
 
     def prepare(self, request: Request, ready: Callable[[list[GrammarMask] | RwkvBatchError], None]) -> None:
@@ -167,18 +168,15 @@ class Grammars:
             raise NotInstalled(missing(request.grammar), param=request.grammar.param)
         if not self._started:
             self._started = True
-            threading.Thread(target=self._compile_all, name="compile", daemon=True).start()
-            for _ in range(max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))):
-                threading.Thread(target=self._mask_all, name="masks", daemon=True).start()
+            sys.setswitchinterval(min(SWITCH_SECONDS, sys.getswitchinterval()))
+            for run, name in ((self._compile_all, "compile"), (self._mask_all, "masks")):
+                threading.Thread(target=run, name=name, daemon=True).start()
         self._wanted.put((request, ready))
 
     def flush(self) -> None:
         """Have the masks made that follow the ids which were accepted."""
         if self._told:
-            with self._lock:
-                self._num_open += len(self._told)
-            for told in self._told:
-                self._ids.put(told)
+            self._batches.put(self._told.copy())
             self._told.clear()
 
     # --- in the thread that compiles ---
@@ -219,7 +217,7 @@ class Grammars:
         forced = forced_tokens(matcher)
         columns = None
         if not matcher.is_stopped():
-            allowed = self._allowed(matcher)
+            (allowed,) = self._allowed([matcher])
             columns = None if only_end(allowed) else self.columns.of(allowed)
         if matcher.is_error():
             raise compiler.wrong(grammar, matcher.get_error())
@@ -228,41 +226,52 @@ class Grammars:
             self._compiled.popitem(last=False)
         return start
 
-    # --- in the threads that make masks ---
+    # --- in the thread that makes masks ---
 
     def _mask_all(self) -> None:
         while True:
-            mask, id = self._ids.get()
+            batch = self._batches.get()
+            while not self._batches.empty():
+                batch += self._batches.get()
             try:
-                says_more = self._advance(mask, id)
+                self._advance(batch)
             except Exception:
-                log.exception("the mask of a grammar failed")
-                mask.error, says_more = "internal error", True
-            with self._lock:
-                self._num_open -= 1
-                all_are_made = not self._num_open
-            if says_more or all_are_made:
-                self.notify([mask] if says_more else [])
+                log.exception("masks of grammars failed")
+                for mask, _ in batch:
+                    mask.error = "internal error"
+                self.notify([mask for mask, _ in batch])
 
-    def _advance(self, mask: GrammarMask, id: int) -> bool:
-        """Tell a matcher what was sampled, and find what may follow; returns whether that is no choice."""
-        matcher = mask.matcher
-        matcher.consume_token(id)
-        forced = forced_tokens(matcher)
-        mask.add(*forced)
-        if not matcher.is_stopped():
-            allowed = self._allowed(matcher)
-            if not matcher.is_stopped() and not only_end(allowed):
+    def _advance(self, batch: list[tuple[GrammarMask, int]]) -> None:
+        """Tell matchers what was sampled, and find what may follow."""
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2)))
+        self._executor.consume_token_par([(mask.matcher, id) for mask, id in batch])
+        ended, choosing, forced = [], [], []
+        for mask, _ in batch:
+            if ids := forced_tokens(mask.matcher):
+                mask.add(*ids)
+                forced.append(mask)
+            (ended if mask.matcher.is_stopped() else choosing).append(mask)
+        for mask, allowed in zip(choosing, self._allowed([mask.matcher for mask in choosing]), strict=True):
+            if mask.matcher.is_stopped() or only_end(allowed):
+                ended.append(mask)
+            else:
                 mask.add(self.columns.of(allowed))
-                return bool(forced)
-        mask.error = failure(matcher)
-        mask.complete = True
-        return True
+        for mask in ended:
+            mask.error = failure(mask.matcher)
+            mask.complete = True
+        self.notify([*forced, *(mask for mask in ended if mask not in forced)])
 
-    def _allowed(self, matcher: "LLMatcher") -> np.ndarray:
-        """Return which ids may come next as words of bits [id_words] int32."""
-        allowed = np.zeros(self.columns.id_words, dtype=np.int32)
-        matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
+    def _allowed(self, matchers: list["LLMatcher"]) -> np.ndarray:
+        """Return which ids may come next, for each matcher, as words of bits [B, id_words] int32."""
+        allowed = np.zeros((len(matchers), self.columns.id_words), dtype=np.int32)
+        if len(matchers) == 1:
+            matchers[0].unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
+        elif matchers:
+            places = [(matcher, place) for place, matcher in enumerate(matchers)]
+            self._executor.unsafe_compute_mask_ptr(places, allowed.ctypes.data, allowed.strides[0], len(matchers))
         return allowed
 
 

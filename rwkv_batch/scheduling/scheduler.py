@@ -143,7 +143,7 @@ class Scheduler:
         Where prompts have steps of their own, one more step feeds what the row would say in `num_ids`, and the others, which
         decode in all of those, sit out that one.
         """
-        return self.mixed or bool(self._prompts) or num_ids > len(self._decoding)
+        return self.mixed or num_ids > len(self._decoding)
 
     def feed_forced(self, sequence: Sequence, last: int, ids: list[int]) -> None:
         """Feed a running row `ids` as if it had sampled them behind the `last` one, and have it sample behind them.
