@@ -172,7 +172,7 @@ def test_every_config(gemm, quantiser, transposed, format, rows):
         for tile in tiles:
             for split in (1, 2, 4, 8):
                 for stages, clusters, cast in ((3, 1, 1), (3, 3, 1), (2, 100, 1), (3, 1, 2), (3, 100, 2), (3, 2, 4)):
-                    if cast > 1 and (not rows or split * cast > MAX_CLUSTER):
+                    if split * cast > MAX_CLUSTER or (not rows and tile < 8 * cast):
                         continue
                     config = TileConfig(height, tile, split, stages, clusters, cast)
                     out = multiply(gemm, x.given, handle, config=config)

@@ -39,10 +39,6 @@ __device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
 __device__ __forceinline__ void arrive_relaxed_at(uint64_t* barrier, int rank) {
     asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_address(barrier, rank)) : "memory");
 }
-// The same, after what this thread read.
-__device__ __forceinline__ void arrive_at(uint64_t* barrier, int rank) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_address(barrier, rank)) : "memory");
-}
 // Copy neighbouring bytes of weights, a multiple of 16, into shared memory; they count towards `barrier`.
 __device__ __forceinline__ void copy_row(void* to, const void* from, int bytes, uint64_t* barrier) {
     asm volatile(

@@ -17,9 +17,9 @@
 // e4m3 rows of x have the values of k that a lane needs at once together: stored[16 s + 4 q + j] = x[16 s + 2 q + {0, 1, 8, 9}[j]].
 //
 // Where there are too few tiles for the device, `split` thread blocks of a cluster share a tile, each summing a part of k; then
-// each adds all sums for its part of the rows of x in the order of k. `cast` thread blocks of a cluster have the same weights and
-// neighbouring rows of x: each fetches a part of the weights for all of them, since the L2 cache is not fast enough for more rows
-// of x if each fetches all. A row's result depends on neither its position nor the
+// each adds all sums for its part of the rows of x in the order of k. The L2 cache is not fast enough for what all thread blocks read:
+// where x is e4m3, `cast` of a cluster have the same weights and neighbouring rows of x, and each fetches a part of the weights for
+// all of them; where x is fp16 and there are few rows, they have neighbouring weights and the same rows of x. A row's result depends on neither its position nor the
 // other rows, nor on how many there are while `split` and that stay the same.
 #pragma once
 
@@ -44,7 +44,7 @@ struct Shape {
     const float* scales;       // [batch, M] of weight rows
     const float* token_scales;  // [batch, N] of rows of x, where they are e4m3
     uint32_t* active_mask;     // [M / 32] or null: bit i of word w says whether weight row 32 w + i has a result that is not zero
-    int N, M, width, k_blocks, m_tiles, n_tiles, batch, split, log_split, cast, log_cast;  // n_tiles: `cast` at once
+    int N, M, width, k_blocks, m_tiles, n_tiles, batch, split, log_split, cast, log_cast;  // of tiles `cast` at once
     int stages, row_stages;  // of weights, of rows of x
     int activation;
 };
@@ -92,9 +92,9 @@ struct Tile {
             tile %= of_band;
             n = first + tile % breadth, tile /= breadth;
         }
-        n = (n * p.cast + work.number) * bn;
         if (p.batch > 1) plane = tile / p.m_tiles, tile %= p.m_tiles;
-        m = tile * bm;
+        n = (p.token_scales ? n * p.cast + work.number : n) * bn;
+        m = (p.token_scales ? tile : tile * p.cast + work.number) * bm;
     }
 };
 
@@ -118,11 +118,11 @@ __device__ __forceinline__ void load_weights(
     const auto load = [&](int stage, const Tile& tile, int k) {
         expect_bytes(&barriers.full[stage], WGS * GROUP_BYTES);
         char* to = stages + stage * (WGS * GROUP_BYTES);
-        const int boxes = WGS * 2 >> p.log_cast;  // this thread block's
+        const int boxes = FP8 ? WGS * 2 >> p.log_cast : WGS * 2, before = FP8 ? work.number * boxes : 0;  // this thread block's
 #pragma unroll
         for (int i = 0; i < WGS * 2; i++) {
             if (i >= boxes) break;
-            const int box = work.number * boxes + i;
+            const int box = before + i;
             const int m = TRANSPOSED ? tile.m + box / 2 * GROUP_ROWS : tile.m + box * BOX_ROWS;
             const int from_k = TRANSPOSED ? k * BK + box % 2 * BOX_ROWS : k * BK;
             const int c0 = TRANSPOSED ? m : from_k, c1 = TRANSPOSED ? from_k : m;
@@ -136,13 +136,14 @@ __device__ __forceinline__ void load_weights(
     const bool leads = threadIdx.x % 32 == 0;
     const int early = min(p.stages, work.steps);
     const Tile first(work.first, p, work, WGS * GROUP_ROWS, BN);
-    if (p.cast > 1) cluster_wait();  // the others have begun, and what they have of barriers is there
+    if (FP8 && p.cast > 1) cluster_wait();  // the others have begun, and what they have of barriers is there
 #pragma unroll 1
     for (int i = 0; leads && i < early; i++) load(i, first, work.k0 + i);
     // The next kernel may ask for its weights when all of this one's are asked for.
     const bool all = early == work.steps && work.first + work.stride >= work.tiles;
     if (all) release_next();
     __syncwarp();
+    if (!FP8 && p.cast > 1) cluster_wait();
     __syncthreads();
     if (leads && !all) {
         Ring ring{early % p.stages, early / p.stages};
@@ -180,9 +181,17 @@ __device__ __forceinline__ void load_rows(
                 wait(&barriers.rows_empty[ring.stage], ring.parity ^ 1);
                 expect_bytes(full, row_stage(BN, FP8));
 #pragma unroll
-                for (int half = 0; half < (FP8 ? 1 : 2); half++)  // bytes: 64 values of fp16, or 128 of e4m3
-                    copy_box(stages + ring.stage * row_stage(BN, FP8) + half * BN * 128, map, full, READ_AGAIN,
-                             (work.k0 + i) * BK * (FP8 ? 1 : 2) + half * 128, tile.n, tile.plane);
+                for (int half = 0; half < (FP8 ? 1 : 2); half++) {  // bytes: 64 values of fp16, or 128 of e4m3
+                    char* const to = stages + ring.stage * row_stage(BN, FP8) + half * BN * 128;
+                    const int k = (work.k0 + i) * BK * (FP8 ? 1 : 2) + half * 128;
+                    if (FP8 || p.cast == 1) {
+                        copy_box(to, map, full, READ_AGAIN, k, tile.n, tile.plane);
+                    } else {
+                        const int first = work.number * (BN >> p.log_cast);
+                        copy_box_to_all(to + first * 128, map, full, READ_AGAIN, k, tile.n + first, tile.plane,
+                                        ((1 << p.cast) - 1) << work.part * p.cast);
+                    }
+                }
                 ring.advance(p.row_stages);
             }
         }
@@ -199,19 +208,23 @@ struct Place {
     Ring ring, row_ring;
 };
 
-// A warp has read a stage of weights, or of rows of x.
+// A warp has read a stage of weights, or of rows of x; where thread blocks fetch them for each other, all are told.
+__device__ __forceinline__ void release_to_all(uint64_t* barrier, const Place& at) {
+    const int lane = threadIdx.x % 32;
+    if (lane < at.p.cast) arrive_relaxed_at(barrier, at.work.part * at.p.cast + lane);
+}
 template <bool FP8>
 __device__ __forceinline__ void release_weights(const Place& at) {
-    const int lane = threadIdx.x % 32;
+    uint64_t* const barrier = &at.barriers.empty[at.ring.stage];
     __syncwarp();
-    if constexpr (FP8) {
-        if (lane < at.p.cast) arrive_at(&at.barriers.empty[at.ring.stage], at.work.part * at.p.cast + lane);
-    } else {
-        if (lane == 0) arrive(&at.barriers.empty[at.ring.stage]);
-    }
+    if constexpr (FP8) release_to_all(barrier, at);
+    else if (threadIdx.x % 32 == 0) arrive(barrier);
 }
+template <bool FP8>
 __device__ __forceinline__ void release_rows(const Place& at, int stage) {
-    if (threadIdx.x % 32 == 0) arrive(&at.barriers.rows_empty[stage]);
+    uint64_t* const barrier = &at.barriers.rows_empty[stage];
+    if constexpr (!FP8) release_to_all(barrier, at);
+    else if (threadIdx.x % 32 == 0) arrive(barrier);
 }
 
 __device__ __forceinline__ uint4 read16(uint32_t at) {
@@ -322,7 +335,7 @@ __device__ __forceinline__ void accumulate_fp16(float (&sums)[2][BN / 2], Place&
             if (half == 0) wait(&at.barriers.rows_full[at.row_ring.stage], at.row_ring.parity);
             if (half == 1) release_weights<false>(at);
             wgmma_wait<1>();
-            if (half == 1 && i > 0) release_rows(at, last);
+            if (half == 1 && i > 0) release_rows<false>(at, last);
             convert<VALUES, TRANSPOSED>(a[half], words);
             wgmma_fence();
 #pragma unroll
@@ -336,7 +349,7 @@ __device__ __forceinline__ void accumulate_fp16(float (&sums)[2][BN / 2], Place&
         at.ring.advance(at.p.stages), at.row_ring.advance(at.p.row_stages);
     }
     wgmma_wait<0>();
-    release_rows(at, last);
+    release_rows<false>(at, last);
 }
 
 // Nothing that makes or takes these values moves over this place: no instruction, but the compiler is held to the order that
@@ -405,7 +418,7 @@ __device__ __forceinline__ void accumulate_parts(float (&sums)[2][BN / 2], Place
             add(sums[0], parts[0]);
         }
         wgmma_wait<0>();
-        release_rows(at, stage);
+        release_rows<true>(at, stage);
         add(sums[1], parts[TWO_PARTS]);
         at.row_ring.advance(at.p.row_stages);
     }
@@ -424,11 +437,12 @@ __device__ __forceinline__ void accumulate_whole(float (&sums)[2][BN / 2], Place
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             uint32_t words[16];
+            if (!TRANSPOSED) wgmma_wait<1>();  // what is read are operands: not while those of two halves ago are in use
             read_weights<TRANSPOSED>(words, weights, half);
             if (half == 0) wait(&at.barriers.rows_full[at.row_ring.stage], at.row_ring.parity);
             if (half == 1) release_weights<true>(at);
-            wgmma_wait<1>();
-            if (half == 1 && i > 0) release_rows(at, last);
+            if (TRANSPOSED) wgmma_wait<1>();
+            if (half == 1 && i > 0) release_rows<true>(at, last);
             pin(words);
             arrange<TRANSPOSED>(a[half][0], words, 0), arrange<TRANSPOSED>(a[half][1], words, 1);
             pin(a[half]);
@@ -444,7 +458,7 @@ __device__ __forceinline__ void accumulate_whole(float (&sums)[2][BN / 2], Place
         at.ring.advance(at.p.stages), at.row_ring.advance(at.p.row_stages);
     }
     wgmma_wait<0>();
-    release_rows(at, last);
+    release_rows<true>(at, last);
 }
 
 // The four weight rows that a thread writes the results of, and their scales, asked for before they are needed: those of its sums,
@@ -544,8 +558,8 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& w_map, const C
     const int loader = int(threadIdx.x) / 32 - CONSUMERS / 32;  // number of the warp among the others
     if (loader == 0) {
         const int lane = threadIdx.x % 32;
-        if (lane < p.stages) init_barrier(&barriers.full[lane], 1), init_barrier(&barriers.empty[lane], CONSUMERS / 32 * p.cast);
-        if (lane < p.row_stages) init_barrier(&barriers.rows_full[lane], 1), init_barrier(&barriers.rows_empty[lane], CONSUMERS / 32);
+        if (lane < p.stages) init_barrier(&barriers.full[lane], 1), init_barrier(&barriers.empty[lane], CONSUMERS / 32 * (FP8 ? p.cast : 1));
+        if (lane < p.row_stages) init_barrier(&barriers.rows_full[lane], 1), init_barrier(&barriers.rows_empty[lane], CONSUMERS / 32 * (FP8 ? 1 : p.cast));
         publish_barriers();
         __syncwarp();
     }
@@ -620,7 +634,7 @@ struct Variant {
 template <Values VALUES, bool FP8, bool TRANSPOSED, int WGS, int BN>
 constexpr Variant variant() {
     static_assert(WGS == 2 || !wide(BN, FP8));  // else more registers than a thread has
-    return {TRANSPOSED, WGS, BN, row_stage(BN, FP8), threads(WGS, BN, FP8), FP8 ? 2 * WGS : 1, quant_gemm<VALUES, FP8, TRANSPOSED, WGS, BN>};
+    return {TRANSPOSED, WGS, BN, row_stage(BN, FP8), threads(WGS, BN, FP8), FP8 ? 2 * WGS : BN / 8, quant_gemm<VALUES, FP8, TRANSPOSED, WGS, BN>};
 }
 
 // How a product is cut up: tiles bm x bn; see the top of the file; how many clusters at most; whether to start early.
@@ -640,8 +654,9 @@ cudaError_t launch(
     if (p.width < p.M || p.width % 8 || cut.clusters < 1 || p.stages < 2 || p.stages > MAX_STAGES) return cudaErrorInvalidValue;
     for (const Variant& v : variants) {
         if (v.transposed != transposed || v.wgs * GROUP_ROWS != cut.bm || v.bn != cut.bn || cut.cast > v.most_cast) continue;
-        p.m_tiles = (p.width + cut.bm - 1) / cut.bm, p.n_tiles = (p.N + v.bn * p.cast - 1) / (v.bn * p.cast);
-        if (p.active_mask && (p.split > 1 || p.cast > 1 || p.n_tiles > 1 || p.batch > 1)) return cudaErrorInvalidValue;
+        const int high = cut.bm * (p.token_scales ? 1 : p.cast), wide = v.bn * (p.token_scales ? p.cast : 1);
+        p.m_tiles = (p.width + high - 1) / high, p.n_tiles = (p.N + wide - 1) / wide;
+        if (p.active_mask && (p.split > 1 || p.n_tiles > 1 || p.batch > 1 || v.bn < p.N)) return cudaErrorInvalidValue;
         const int tiles = p.m_tiles * p.batch * p.n_tiles, clusters = p.split > 1 ? tiles : std::min(cut.clusters, tiles);
         const int stages = p.stages * v.wgs * GROUP_BYTES + p.row_stages * v.row_stage;
         const int shared = 1024 + std::max(stages, p.split > 1 ? v.bn * float_pitch(v.wgs) * 4 : 0);

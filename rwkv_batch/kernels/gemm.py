@@ -37,7 +37,7 @@ class TileConfig(NamedTuple):
     split     thread blocks that share a tile's K and add their sums in a fixed order: 1, 2, 4 or 8
     stages    stages of K on the way at once
     clusters  tiles worked on at once, each by `split` thread blocks; where split > 1, all are
-    cast      of products with 8-bit weights: tiles with the same weights whose thread blocks fetch them for each other
+    cast      of products with 8-bit weights: tiles whose thread blocks fetch for each other what they share, see cuda/quant/
     """
 
     height: int

@@ -95,11 +95,13 @@ class QuantGemm:
             check("active_mask", active_mask, self.launcher.device, torch.int32, (math.ceil(source.M / 32),))
             if not leaves_mask(config, N, matrix):
                 raise ValueError(f"active_mask: not made by {config} for {N} rows of x")
+        box = config.tile if rows else config.tile // config.cast  # rows of x that one copy takes
+        x_map = self._x_map(values, N, source.K, source.batch, box)
+        scales = (pointer(source.scales), pointer(x.scales) if rows else None)
         self.launcher.launch(
-            self._gemm[source.format, rows], ctypes.addressof(matrix.map),
-            ctypes.addressof(self._x_map(values, N, source.K, source.batch, config.tile)), pointer(source.scales),
-            pointer(x.scales) if rows else None, pointer(out), pointer(active_mask), N, source.M, out.shape[-1], source.K,
-            source.batch, source.transposed, relu_square, *config, self.pdl,
+            self._gemm[source.format, rows], ctypes.addressof(matrix.map), ctypes.addressof(x_map), *scales, pointer(out),
+            pointer(active_mask), N, source.M, out.shape[-1], source.K, source.batch, source.transposed, relu_square, *config,
+            self.pdl,
         )  # fmt: skip
         return out
 
@@ -132,7 +134,7 @@ class QuantGemm:
 
 def leaves_mask(config: TileConfig, N: int, matrix: QuantGemmMatrix) -> bool:
     """Return whether a product can tell which of its columns are not all zeros: each is then seen by one thread block."""
-    return config.split == config.cast == 1 and matrix.source.batch == 1 and config.tile >= N and matrix.source.M % 32 == 0
+    return config.split == 1 and matrix.source.batch == 1 and config.tile >= N and matrix.source.M % 32 == 0
 
 
 @functools.lru_cache(4096)
@@ -144,7 +146,8 @@ def configs(N: int, M: int, K: int, batch: int, num_sms: int, fp8: bool) -> tupl
             continue
         steps = math.ceil(K / BK)
         for cast, split in ((c, s) for c in (1, 2, 4) for s in (1, 2, 4, 8) if c * s <= MAX_CLUSTER):
-            if cast > 1 and (not fp8 or math.ceil(N / tile) % cast):
+            across = math.ceil(N / tile) if fp8 else math.ceil(M / height)
+            if cast > 1 and (across % cast or (not fp8 and tile < 8 * cast)):
                 continue
             tiles = math.ceil(M / height) * math.ceil(N / tile) * batch
             if split > 1 and (steps < 4 * split or tiles * split > 4 * num_sms):
@@ -166,7 +169,7 @@ def _time(config: TileConfig, tiles: int, steps: int, at_once: float, blocks: in
     """Return the estimated us: a multiprocessor multiplies, and loads weights and x from the L2 cache or from memory."""
     height, tile, split, cast = *config[:3], config.cast
     multiply = height * tile * BK / (1.5e6 if fp8 else 0.9e6) / 1.75
-    load = (height * BK / cast + tile * BK * (1 if fp8 else 2)) / 40e3
+    load = (height * BK / cast + tile * BK) / 54e3 if fp8 else (height * BK + 2 * tile * BK / cast) / 54e3
     memory = height * BK / 31e3 / math.ceil(tiles * split / at_once)
     rounds = math.ceil(tiles * split / at_once)
     step = max(multiply, load, memory) * blocks
