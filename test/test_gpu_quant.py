@@ -148,6 +148,17 @@ class TestGemv:
             (out.double() - square).abs() <= 2 * exact.abs() * bound + bound * bound + square * HALF_EPS * 1.01 + 1e-7
         ).all()
 
+    @pytest.mark.parametrize("width", [512, 5120])
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_tells_which_units_are_on(self, quant, name, width):
+        quantised, _ = matrix(name, 4096, width)
+        for n in FEW:
+            x = random(1, width) * torch.linspace(0.5, 2, n, device="cuda")[:, None].half()  # so that few are on in any
+            out, mask = empty(n, 4096), torch.full((128,), -7, dtype=torch.int32, device="cuda")
+            quant.gemv(x, quantised, out, relu_square=True, active_mask=mask)
+            bits = mask[:, None] >> torch.arange(32, device="cuda") & 1
+            assert torch.equal(bits.flatten().bool(), (out > 0).any(0))
+
     @pytest.mark.parametrize("name", FORMATS)
     def test_what_others_hold_changes_no_bit(self, quant, name):
         quantised, _ = matrix(name, 1024, 2048)

@@ -72,9 +72,10 @@ __device__ __forceinline__ void leave_sums(Parts<HALVES>& parts, const float (&s
 // Which row of weights is row g of the fragments: so lanes that load together meet no bank twice, see `Stage`.
 __device__ __forceinline__ int row_of(int group) { return (group & 1) << 2 | (group & 2) | group >> 2; }
 
-// A warp adds them up for half `h` of the tokens, and stores the results. The scales: of the lane's two rows.
+// A warp adds them up for half `h` of the tokens, and stores the results. The scales: of the lane's two rows. Returns a bit for
+// each row that is not zero in all of these tokens.
 template <int HALVES>
-__device__ __forceinline__ void finish(
+__device__ __forceinline__ uint32_t finish(
     const Parts<HALVES>& parts, int h, const Product& p, int first_row, int num_tokens, float low_scale, float high_scale, int lane
 ) {
     const int group = lane / 4, quarter = lane % 4;
@@ -89,10 +90,43 @@ __device__ __forceinline__ void finish(
     const bool odd = row_of(group) & 1;
     const float low = __shfl_xor_sync(ALL, odd ? total.x : total.y, 16), high = __shfl_xor_sync(ALL, odd ? total.z : total.w, 16);
     const int token = 8 * h + 2 * quarter + odd, row = first_row + row_of(group) - odd;
-    if (token >= num_tokens) return;
+    const bool there = token < num_tokens;
     float v[2] = {odd ? low : total.x, odd ? total.y : low}, u[2] = {odd ? high : total.z, odd ? total.w : high};
-    store<2>(p, token, row, v);
-    store<2>(p, token, row + 8, u);
+    if (there) {
+        store<2>(p, token, row, v);
+        store<2>(p, token, row + 8, u);
+    }
+    uint32_t on = 0;
+    if (p.activation == RELU_SQUARE) {
+        // Of pairs of rows 0 to 3, two groups of four lanes each have some tokens.
+        const uint32_t even = __ballot_sync(ALL, there && v[0] != 0.f), next = __ballot_sync(ALL, there && v[1] != 0.f);
+        const uint32_t far = __ballot_sync(ALL, there && u[0] != 0.f), last = __ballot_sync(ALL, there && u[1] != 0.f);
+#pragma unroll
+        for (int pair = 0; pair < 4; pair++) {
+            const uint32_t lanes = 0x000f000fu << 4 * (pair / 2 | (pair & 1) << 1);
+            on |= ((even & lanes) != 0) << 2 * pair | ((next & lanes) != 0) << (2 * pair + 1);
+            on |= ((far & lanes) != 0) << (2 * pair + 8) | ((last & lanes) != 0) << (2 * pair + 9);
+        }
+    }
+    return on;
+}
+
+// The warps in turn finish a tile, number `count` of a block. With a mask, one warp sees to all tokens.
+template <int HALVES>
+__device__ __forceinline__ void finish_in_turn(
+    const Parts<HALVES>& parts, int count, const Product& p, int first_row, int num_tokens, float low_scale, float high_scale,
+    uint16_t* active_mask, int warp, int lane
+) {
+    if (active_mask) {
+        if (warp != count % WARPS) return;
+        uint32_t on = 0;
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) on |= finish<HALVES>(parts, h, p, first_row, num_tokens, low_scale, high_scale, lane);
+        if (lane == 0) active_mask[first_row / ROWS] = uint16_t(on);
+    } else {
+        const int half = (warp - count * HALVES) & (WARPS - 1);
+        if (half < HALVES) finish<HALVES>(parts, half, p, first_row, num_tokens, low_scale, high_scale, lane);
+    }
 }
 
 template <int FORMAT>
@@ -126,6 +160,7 @@ struct Maps {
 struct Shares {
     Products products;
     int coded, weight;
+    uint16_t* active_mask;  // or null
     // The first tile of one of so many blocks.
     __device__ __forceinline__ int first(int block, int blocks) const {
         const int total = coded + (products.tiles - coded) * weight;
@@ -282,9 +317,8 @@ __device__ __forceinline__ void stream(const Shares& shares, const Maps& maps, i
         }
         leave_sums<HALVES>(parts[flip], sum, warp, lane);
         sync_threads(1, WARPS * LANES);
-        // Another warp in turn finishes the tile while the rest go on.
-        const int half = (warp - (tile - first) * HALVES) & (WARPS - 1);
-        if (half < HALVES) finish<HALVES>(parts[flip], half, p, first_row, all.num_tokens, low_scale, high_scale, lane);
+        finish_in_turn<HALVES>(parts[flip], tile - first, p, first_row, all.num_tokens, low_scale, high_scale, shares.active_mask, warp,
+                               lane);
         flip ^= 1;
     }
 }
@@ -314,7 +348,7 @@ __global__ __launch_bounds__(WARPS * LANES, 1)  //
 
 // Blocks of 8 warps, each tile by tile. The loads run DEPTH of a warp's blocks ahead of their use, across the borders of tiles.
 template <int FORMAT, int HALVES>
-__global__ __launch_bounds__(WARPS * LANES, 2) void few_codes(const __grid_constant__ Products all) {
+__global__ __launch_bounds__(WARPS * LANES, 2) void few_codes(const __grid_constant__ Products all, uint16_t* active_mask) {
     constexpr int DEPTH = wide_codes(FORMAT) ? 4 : 8;
     struct Rows {  // what this lane has of a block of rows g and g + 8
         Codes<FORMAT> codes[2];
@@ -401,10 +435,8 @@ __global__ __launch_bounds__(WARPS * LANES, 2) void few_codes(const __grid_const
 
             leave_sums<HALVES>(parts[flip], sum, warp, lane);
             __syncthreads();
-            const int half = (warp - count * HALVES) & (WARPS - 1);
-            if (half < HALVES)
-                finish<HALVES>(parts[flip], half, p, first_row, all.num_tokens, scale_of<FORMAT>(p, first_row + row_of(group)),
-                               scale_of<FORMAT>(p, first_row + row_of(group) + 8), lane);
+            finish_in_turn<HALVES>(parts[flip], count, p, first_row, all.num_tokens, scale_of<FORMAT>(p, first_row + row_of(group)),
+                                   scale_of<FORMAT>(p, first_row + row_of(group) + 8), active_mask, warp, lane);
 #pragma unroll
             for (int w = 0; w < 2; w++)
 #pragma unroll
@@ -423,14 +455,14 @@ template <int FORMAT, int HALVES>
 constexpr int STAGES = ((HALVES == 1 ? 113 << 10 : 160 << 10) - stream_bytes<FORMAT, HALVES>(0)) / Stage<FORMAT>::BYTES;
 
 template <int FORMAT, int HALVES>
-int start_stream(const Products& all, int coded, const Maps& maps, int overlap, void* stream) {
+int start_stream(const Products& all, int coded, uint16_t* active_mask, const Maps& maps, int overlap, void* stream) {
     const auto kernel = stream_codes<FORMAT, HALVES, STAGES<FORMAT, HALVES>>;
     constexpr int BYTES = stream_bytes<FORMAT, HALVES>(STAGES<FORMAT, HALVES>);
     static const cudaError_t prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
     if (prepared) return prepared;
     const unsigned blocks = min(all.tiles, device().processors);
     return start(kernel, {blocks, WARPS * LANES, cudaStream_t(stream), overlap, 1, BYTES},
-                 Shares{all, coded, PLAIN_WEIGHT<FORMAT>}, maps);
+                 Shares{all, coded, PLAIN_WEIGHT<FORMAT>, active_mask}, maps);
 }
 
 constexpr int MOST_BYTES = 227 << 10;  // of shared memory of a block of Hopper
@@ -445,14 +477,14 @@ int start_beside(const Products& all, const Maps& maps, const Pairs& pairs, int 
     const int room = PairSpace(all.item[0].width / PAIR_WARPS, pairs.rank, HALVES).total;
     const unsigned grid = pairs.blocks + blocks;
     return start(kernel, {grid, WARPS * LANES, cudaStream_t(stream), overlap, 1, max(BYTES, room)},
-                 Shares{all, all.tiles, PLAIN_WEIGHT<FORMAT>}, maps, pairs);
+                 Shares{all, all.tiles, PLAIN_WEIGHT<FORMAT>, nullptr}, maps, pairs);
 }
 
 template <int FORMAT>
-int start_few(const Products& all, int overlap, void* stream) {
+int start_few(const Products& all, uint16_t* active_mask, int overlap, void* stream) {
     const unsigned blocks = min(all.tiles, 2 * device().processors);
     return start(all.num_tokens <= 8 ? few_codes<FORMAT, 1> : few_codes<FORMAT, 2>,
-                 {blocks, WARPS * LANES, cudaStream_t(stream), overlap}, all);
+                 {blocks, WARPS * LANES, cudaStream_t(stream), overlap}, all, active_mask);
 }
 
 // Whether the copy engine can read a matrix of codes, and x has room.
@@ -508,18 +540,23 @@ extern "C" int rwkv_lora_down(const void* mixed, const void* lora_down, void* hi
                               int rank_a, int rank_v, int rank_g, int tile, int splits, int blocks, int overlap, void* stream);
 
 // out [P, N, M of out_stride] = x [P, N, K] weight [P, M, K]^T, N <= 16, P <= 7, K a multiple of 64.
-RWKV_EXPORT int rwkv_quant_gemv(const void* x, const void* values, const void* scales, void* out, int format, int problems,
-                                int num_tokens, int rows, int width, int out_stride, int activation, int overlap, void* stream) {
+// active_mask: null, or with a squared ReLU, P = 1 and M a multiple of 32, where to write M bits, 32 to a word, that say which
+// columns of out are not all zeros.
+RWKV_EXPORT int rwkv_quant_gemv(const void* x, const void* values, const void* scales, void* out, void* active_mask, int format,
+                                int problems, int num_tokens, int rows, int width, int out_stride, int activation, int overlap,
+                                void* stream) {
     if (num_tokens > MAX_FEW || problems > MAX_PRODUCTS || width % BLOCK) return cudaErrorInvalidValue;
+    if (active_mask && (activation != RELU_SQUARE || problems != 1 || rows % 32)) return cudaErrorInvalidValue;
+    uint16_t* const mask = static_cast<uint16_t*>(active_mask);
     Products all;
     all.num_tokens = num_tokens;
     add_coded(all, format, x, values, scales, out, problems, rows, width, out_stride, activation);
     return with_format(format, [&](auto chosen) -> int {
         constexpr int FORMAT = decltype(chosen)::value;
-        if (!streams(FORMAT, scales, width)) return start_few<FORMAT>(all, overlap, stream);
+        if (!streams(FORMAT, scales, width)) return start_few<FORMAT>(all, mask, overlap, stream);
         Maps maps{};
         if (const int error = describe<FORMAT>(maps, values, scales, problems * rows, width, nullptr, 0)) return error;
-        return (num_tokens <= 8 ? start_stream<FORMAT, 1> : start_stream<FORMAT, 2>)(all, all.tiles, maps, overlap, stream);
+        return (num_tokens <= 8 ? start_stream<FORMAT, 1> : start_stream<FORMAT, 2>)(all, all.tiles, mask, maps, overlap, stream);
     });
 }
 
@@ -537,14 +574,14 @@ RWKV_EXPORT int rwkv_quant_project(const void* mixed, const void* values, const 
         if (!streams(FORMAT, scales, width)) {
             const int error = rwkv_lora_down(mixed, lora_down, hidden, num_tokens, width, rank_w, rank_a, rank_v, rank_g, 0, 1, 1,
                                              overlap, stream);
-            return error ? error : start_few<FORMAT>(all, overlap, stream);
+            return error ? error : start_few<FORMAT>(all, nullptr, overlap, stream);
         }
         add_lora_down(all, static_cast<const __half*>(mixed), static_cast<const __half*>(lora_down), static_cast<__half*>(hidden),
                       width, {rank_w, rank_a, rank_v, rank_g}, ROWS);
         Maps maps{};
         const int rank = rank_w + rank_a + rank_v + rank_g;
         if (const int error = describe<FORMAT>(maps, values, scales, 3 * width, width, lora_down, rank)) return error;
-        return (num_tokens <= 8 ? start_stream<FORMAT, 1> : start_stream<FORMAT, 2>)(all, coded, maps, overlap, stream);
+        return (num_tokens <= 8 ? start_stream<FORMAT, 1> : start_stream<FORMAT, 2>)(all, coded, nullptr, maps, overlap, stream);
     });
 }
 

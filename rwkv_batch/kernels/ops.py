@@ -265,10 +265,11 @@ class KernelOps:
     def ffn_key(self, x: Tensor, layer: LayerKernels, out: Tensor) -> None:
         """The first product of the channel mix, with the squared ReLU behind it."""
         variant = self.variant("ffn_key", len(x), layer.ffn_key)
-        if variant.method is Method.GEMV:
-            kernels, weight = self._few(layer.ffn_key)
-            return kernels.gemv(x, weight, out, relu_square=True)
         mask = self.buffers.active_mask if self._key_leaves_mask(len(x), layer) else None
+        if variant.method is Method.GEMV:
+            if layer.ffn_key.quant is None:
+                return self.linear.gemv(x, layer.ffn_key.weight, out, relu_square=True)
+            return self.quant_linear.gemv(x, layer.ffn_key.quant, out, relu_square=True, active_mask=mask)
         if variant.method in QUANT_METHODS:
             self.many(variant, x, layer.ffn_key.quant, out, layer.ffn_key.weight, relu_square=True, active_mask=mask)
             if variant.method is Method.FP8_CUBLAS and not self._squares_late(len(x), layer):
@@ -340,7 +341,7 @@ class KernelOps:
         if variant.method in QUANT_METHODS:
             return self.many.leaves_mask(variant, num_tokens, layer.ffn_key.quant)
         if variant.method is not Method.GEMM:
-            return False
+            return variant.method is Method.GEMV and layer.ffn_key.quant is not None and layer.ffn_key.quant.M % MASK_UNITS == 0
         config = variant.config or self.gemm.tile_config(num_tokens, matrix)
         return config.leaves_mask(num_tokens, matrix)
 

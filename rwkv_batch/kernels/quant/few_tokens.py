@@ -29,7 +29,7 @@ class QuantLinear:
     def __init__(self, launcher: Launcher, *, pdl: bool = False):
         self.launcher = launcher
         self.pdl = pdl
-        self._gemv = launcher.bind("rwkv_quant_gemv", *[POINTER] * 4, *[INT] * 8)
+        self._gemv = launcher.bind("rwkv_quant_gemv", *[POINTER] * 5, *[INT] * 8)
         properties = torch.cuda.get_device_properties(launcher.device)
         self.hopper, self.num_sms = properties.major == 9, properties.multi_processor_count
         self._inputs = launcher.bind("rwkv_quant_inputs", *[POINTER] * 15, *[INT] * 9)
@@ -38,18 +38,31 @@ class QuantLinear:
         self._sparse_ffn = launcher.bind("rwkv_quant_sparse_ffn", *[POINTER] * 4, *[INT] * 5)
         self._project = launcher.bind("rwkv_quant_project", *[POINTER] * 6, *[INT] * 8)
 
-    def gemv(self, x: Tensor, matrix: QuantMatrix, out: Tensor, *, relu_square: bool = False) -> None:
+    def gemv(
+        self,
+        x: Tensor,
+        matrix: QuantMatrix,
+        out: Tensor,
+        *,
+        relu_square: bool = False,
+        active_mask: Tensor | None = None,
+    ) -> None:
         """out [P, N, M] = x [P, N, K] matrix [P, M, K]^T; or without P. N <= 16, P <= 7.
 
         out          may have more columns than M, which stay as they are
         relu_square  out = min(max(out, 0)^2, 65504)
+        active_mask  [M / 32] int32, with `relu_square` and without P: a bit for each column that is not all zeros
         """
         lead, n = x.shape[:-2], x.shape[-2]
         self._check("x", x, (*lead, n, matrix.K))
         self._check("out", out, (*lead, n, max(matrix.M, out.shape[-1])))
         if matrix.transposed or lead != matrix.shape[:-2] or not 0 < n <= MAX_GEMV or matrix.batch > MAX_PROBLEMS:
             raise ValueError(f"gemv: {list(matrix.shape)} does not fit x {list(x.shape)}, or that has over {MAX_GEMV} rows")
-        pointers = map(pointer, (x, matrix.values, matrix.scales, out))
+        if active_mask is not None:
+            self._check("active_mask", active_mask, (matrix.M // MASK_UNITS,), torch.int32)
+            if matrix.M % MASK_UNITS or matrix.batch > 1 or not relu_square:
+                raise ValueError("active_mask: of one matrix with whole words of rows and a squared ReLU")
+        pointers = map(pointer, (x, matrix.values, matrix.scales, out, active_mask))
         sizes = matrix.code, matrix.batch, n, matrix.M, matrix.K, out.shape[-1], int(relu_square)
         self.launcher.launch(self._gemv, *pointers, *sizes, self.pdl)
 
