@@ -90,7 +90,7 @@ $(VENV)/.ready-nvcc: requirements-cuda.txt $(VENV)/.ready
 		grep -E '^nvidia-(cuda|nvvm)' requirements-cuda.txt > $(VENV)/nvcc.txt && $(PIP) -r $(VENV)/nvcc.txt; }
 	@touch $@
 
-$(VENV)/.ready-test: requirements-test.txt requirements-grammar.txt requirements-cluster.txt $(VENV)/.ready
+$(VENV)/.ready-test: requirements-test.txt requirements-grammar.txt requirements-cluster.txt requirements-encryption.txt $(VENV)/.ready
 	$(PIP) -r requirements-test.txt -c $(VENV)/constraints.txt
 	@touch $@
 

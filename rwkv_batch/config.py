@@ -90,6 +90,7 @@ class Config:
     )
 
     state_db: str = setting("rwkv_batch_sessions.db", "sessions", "SQLite file of the sessions, made when the first is kept")
+    state_key_file: str | None = setting(None, "sessions", "file with a key: what sessions say is encrypted in that file")
     state_db_gib: float | None = setting(None, "sessions", "size of that file, GiB; default: any", low=0.001, high=1_048_576)
     state_url: str | None = setting(
         None, "sessions", "database that servers share instead of a file, postgresql://…; ps shows it", show=False

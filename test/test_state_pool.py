@@ -96,7 +96,7 @@ class Pool:
         store: SessionStore | None = None,
         **options,
     ):
-        kept = {name: options.pop(name) for name in ("response_seconds", "max_responses") if name in options}
+        kept = {name: options.pop(name) for name in ("response_seconds", "max_responses", "key") if name in options}
         self.database = SessionDatabase(path, versions=versions, **kept)
         self.database.file.max_pages = max_pages
         file = StateFile(fingerprint, SHAPE) if fingerprint else FILE

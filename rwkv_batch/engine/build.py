@@ -55,6 +55,7 @@ from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.sessions import postgres
 from rwkv_batch.sessions.pool import StatePool
 from rwkv_batch.sessions.sqlite.database import SessionDatabase
+from rwkv_batch.sessions.sqlite.sealing import read_key
 from rwkv_batch.sessions.state_file import StateFile
 from rwkv_batch.sessions.store import SessionStore
 from rwkv_batch.text.tokenizer import Tokenizer, for_vocab
@@ -169,13 +170,17 @@ def open_store(config: Config) -> SessionStore:
         "max_responses": config.max_responses,
     }
     if config.state_url is not None:
+        if config.state_key_file is not None:
+            raise UsageError("--state-key-file: is for --state-db; encrypt what PostgreSQL and its folder lie on",
+                             param="state_key_file")  # fmt: skip
         return postgres.open_store(
             config.state_url, config.snapshots, config.durability, lease_seconds=config.lease_seconds, **kept
         )
     if config.snapshots is not None:
         raise UsageError("--snapshots: belongs to --state-url", param="snapshots")
     max_bytes = int(config.state_db_gib * 2**30) if config.state_db_gib is not None else None
-    return SessionDatabase(config.state_db, max_bytes=max_bytes, **kept)
+    key = read_key(config.state_key_file) if config.state_key_file is not None else None
+    return SessionDatabase(config.state_db, max_bytes=max_bytes, key=key, **kept)
 
 
 def build_sessions(config: Config, weights: weights_module.Weights, levels: dict[str, int], store: SessionStore) -> StatePool:

@@ -11,7 +11,8 @@ from rwkv_batch.errors import Unprocessable
 from rwkv_batch.sessions.sqlite.connection import DatabaseFile
 from rwkv_batch.sessions.sqlite.reference import ReferenceTable, summaries
 from rwkv_batch.sessions.sqlite.schema import STATE_SHIFT, checksum_of
-from rwkv_batch.sessions.sqlite.states import EMPTY, Turn, seal_of, unpack_ids
+from rwkv_batch.sessions.sqlite.sealing import opened
+from rwkv_batch.sessions.sqlite.states import EMPTY, Turn, place_of_piece, place_of_turn, seal_of, unpack_ids
 from rwkv_batch.sessions.store import Record, Replay, SessionSummary, StoredState
 
 _OLD_RECORD = "v.version, v.state, v.tokens, v.newlines, v.num_bytes, v.updated, NULL, NULL, NULL, s.id, 0"  # before checksums
@@ -75,7 +76,7 @@ class SessionCatalog:
         if not state and seal != EMPTY.seal:
             raise damaged()
         try:
-            ids = [id for turn in reversed(turns) for id in unpack_ids(turn.ids)]
+            ids = [id for turn in reversed(turns) for id in unpack_ids(self._opened_value(turn.ids, place_of_turn(turn.state)))]
         except ValueError:
             raise damaged() from None
         num_bytes = None if turns else record.num_bytes
@@ -102,12 +103,13 @@ class SessionCatalog:
         """Yield the bytes of a whole state as they were written; Unprocessable when they are not those."""
         count, end = 0, b""
         for number in range(1 << STATE_SHIFT):
-            rows = self.file.rows("SELECT data FROM kept_pieces WHERE id = ?", (state << STATE_SHIFT | number,))
+            id = state << STATE_SHIFT | number
+            rows = self.file.rows("SELECT data FROM kept_pieces WHERE id = ?", (id,))
             if not rows:
                 break
-            piece = rows[0][0]
-            if not isinstance(piece, bytes):
+            if not isinstance(rows[0][0], bytes):
                 raise damaged()
+            piece = self._opened_value(rows[0][0], place_of_piece(id))
             yield piece
             count, end = count + len(piece), seal_of(end, piece)
         if seal is not None and (end != seal or num_bytes not in (None, count)):
@@ -183,12 +185,17 @@ class SessionCatalog:
             return None
         *values, checksum = rows[0]
         if checksum not in (None, checksum_of(namespace, name, *values)):
-            raise Unprocessable("the answer kept for this idempotency key is damaged", code="state_unusable")
-        return Replay(*values)
+            raise damaged_answer()
+        replay, place = Replay(*values), place_of_replay(namespace, name, key)
+        digest, answer = (opened(self.file.sealer, value, place, damaged_answer) for value in (replay.digest, replay.answer))
+        return replay._replace(digest=digest, answer=answer)
 
     def reference_state(self, namespace: str, name: str) -> tuple[Any, float] | None:
         """Return what rwkv_lightning stored for a session that is not among ours, whatever it is, and when; None if nothing."""
         return self._reference.state(namespace, name)
+
+    def _opened_value(self, value: bytes, place: str) -> bytes:
+        return opened(self.file.sealer, value, place, damaged)
 
     def _list(self, responses: bool) -> str:
         """How sessions are listed, with responses or without."""
@@ -199,6 +206,16 @@ def damaged(name: str | None = None) -> Unprocessable:
     """The error for a session of which what the file says cannot be true."""
     whose = "" if name is None else f" of session {name!r}"
     return Unprocessable(f"the stored state{whose} cannot be used: what leads to it is damaged", code="state_unusable")
+
+
+def damaged_answer() -> Unprocessable:
+    """The same for an answer that was kept."""
+    return Unprocessable("the answer kept for this idempotency key is damaged", code="state_unusable")
+
+
+def place_of_replay(namespace: str, name: str, key: str) -> str:
+    """What an answer and the digest of its request are sealed for."""
+    return "\0".join(("answer", namespace, name, key))
 
 
 def range_of(name: str) -> tuple[str, str]:

@@ -14,6 +14,7 @@ import msgspec
 
 from rwkv_batch.errors import RwkvBatchError, StorageFailed, StorageFull, Unavailable
 from rwkv_batch.sessions.sqlite.schema import MIGRATIONS, prepare
+from rwkv_batch.sessions.sqlite.sealing import Sealer, check_key
 from rwkv_batch.sessions.sqlite.states import StateConnection
 
 log = logging.getLogger("rwkv_batch.sessions.sqlite")
@@ -35,6 +36,7 @@ class DatabaseFile:
     read_only  whether the open file cannot be written
     max_bytes  of the file, None = what the disk has room for
     max_pages  the same in pages, for tests
+    sealer     what encrypts what was said in sessions, None = nothing does
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -43,6 +45,7 @@ class DatabaseFile:
         self.read_only = False
         self.max_bytes: int | None = None
         self.max_pages: int | None = None
+        self.sealer: Sealer | None = None
         self.connection: StateConnection | None = None
         self.opened: Callable[[], None] = lambda: None
         self._reserve = self.path.with_name(self.path.name + "-reserve")
@@ -210,6 +213,8 @@ class DatabaseFile:
         connection.execute("PRAGMA cache_size = -16384")
         connection.execute("PRAGMA temp_store = MEMORY")  # a turn does not fail because another disk is full
         self.schema = prepare(connection, self.path, read_only=self.read_only)
+        check_key(connection, self.path, self.sealer, read_only=self.read_only)
+        connection.sealer = self.sealer
         self.opened()
         if not self.read_only:
             self.keep_reserve()

@@ -12,9 +12,10 @@ import time
 from collections.abc import Sequence
 
 from rwkv_batch.errors import StorageFailed, Unprocessable
-from rwkv_batch.sessions.sqlite.catalog import SessionCatalog, range_of
+from rwkv_batch.sessions.sqlite.catalog import SessionCatalog, place_of_replay, range_of
 from rwkv_batch.sessions.sqlite.connection import DatabaseFile
 from rwkv_batch.sessions.sqlite.schema import checksum_of
+from rwkv_batch.sessions.sqlite.sealing import Sealer, sealed
 from rwkv_batch.sessions.sqlite.states import (
     EMPTY,
     Kept,
@@ -44,6 +45,7 @@ class SessionDatabase(SessionCatalog):
     replay_seconds    how long answers are kept for their idempotency keys
     response_seconds  how long the states of responses are kept, and `max_responses` how many of them in each namespace
     max_bytes         of the file, beside its write-ahead log; None = what the disk has room for
+    key               what was said in sessions is encrypted with it (`sealing.py`), None = with none
     Every method raises StorageFailed when the file cannot be read or written, Unavailable when another server has it, and those
     that read one session Unprocessable when what is said of it is damaged.
     """
@@ -57,9 +59,11 @@ class SessionDatabase(SessionCatalog):
         response_seconds: float = 30 * 86400.0,
         max_responses: int = 1000,
         max_bytes: int | None = None,
+        key: bytes | None = None,
     ):
         super().__init__(DatabaseFile(path), replay_seconds=replay_seconds, response_seconds=response_seconds)
         self.file.max_bytes = max_bytes
+        self.file.sealer = Sealer(key) if key is not None else None
         self.versions = versions
         self.max_responses = max_responses
         self._to_clear = False
@@ -275,7 +279,9 @@ class SessionDatabase(SessionCatalog):
         return states
 
     def _add_replay(self, connection: sqlite3.Connection, namespace: str, name: str, replay: Replay) -> None:
-        values = (namespace, name, *replay)
+        place = place_of_replay(namespace, name, replay.key)
+        digest, answer = (sealed(self.file.sealer, value, place) for value in (replay.digest, replay.answer))
+        values = (namespace, name, replay.key, digest, answer, replay.created)
         connection.execute("INSERT OR REPLACE INTO kept_replays VALUES (?, ?, ?, ?, ?, ?, ?)", (*values, checksum_of(*values)))
         oldest = connection.execute(
             "SELECT created FROM kept_replays WHERE namespace = ? ORDER BY created DESC LIMIT 1 OFFSET ?",

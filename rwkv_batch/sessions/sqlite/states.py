@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rwkv_batch.sessions.sqlite.schema import SEAL_BYTES, STATE_SHIFT, checksum_of
+from rwkv_batch.sessions.sqlite.sealing import Sealer, sealed
 from rwkv_batch.sessions.store import NewVersion
 
 NARROW, WIDE = b"\2", b"\4"  # bytes of an id, in front of them
@@ -37,7 +38,8 @@ EMPTY = Kept(0, 0, b"")
 
 
 class Turn(NamedTuple):
-    """The row of a turn: `ids`, packed, lead to its state from `base`, whose seal is `base_seal`, when `model` reads them."""
+    """The row of a turn: `ids`, packed and perhaps encrypted, lead to its state from `base`, whose seal is `base_seal`, when
+    `model` reads them."""
 
     state: int
     base: int
@@ -48,9 +50,10 @@ class Turn(NamedTuple):
 
 
 class StateConnection(sqlite3.Connection):
-    """A connection that knows the largest number it has given to a state, None before the first."""
+    """A connection that knows the largest number it has given to a state, None before the first, and what seals values."""
 
     last_number: int | None = None
+    sealer: Sealer | None = None
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -108,9 +111,20 @@ def add_whole(connection: StateConnection, pieces: Iterable[bytes | memoryview],
     return Kept(state, num_bytes, seal)
 
 
-def put_piece(connection: sqlite3.Connection, state: int, number: int, piece: bytes | memoryview) -> None:
+def put_piece(connection: StateConnection, state: int, number: int, piece: bytes | memoryview) -> None:
     """Write one piece, in place of what was there: without other pages when the size is the same."""
-    connection.execute("REPLACE INTO kept_pieces VALUES (?, ?)", (state << STATE_SHIFT | number, piece))
+    id = state << STATE_SHIFT | number
+    connection.execute("REPLACE INTO kept_pieces VALUES (?, ?)", (id, sealed(connection.sealer, piece, place_of_piece(id))))
+
+
+def place_of_piece(id: int) -> str:
+    """What the bytes of a piece are sealed for."""
+    return f"piece {id}"
+
+
+def place_of_turn(state: int) -> str:
+    """What the ids of a turn are sealed for."""
+    return f"turn {state}"
 
 
 def seal_of(seal: bytes, piece: bytes | memoryview) -> bytes:
@@ -126,7 +140,9 @@ def drop_pieces(connection: sqlite3.Connection, state: int, first: int = 0) -> N
 
 def new_turn(connection: StateConnection, base: Kept, ids: Sequence[int], model: str) -> Turn:
     """The row of the ids that follow `base`."""
-    return Turn(next_number(connection), base.state, base.seal, pack_ids(ids), _seals.randbytes(TURN_SEAL_BYTES), model)
+    state = next_number(connection)
+    packed = sealed(connection.sealer, pack_ids(ids), place_of_turn(state))
+    return Turn(state, base.state, base.seal, packed, _seals.randbytes(TURN_SEAL_BYTES), model)
 
 
 def add_turns(connection: sqlite3.Connection, turns: Iterable[Turn]) -> None:
@@ -142,9 +158,10 @@ def add_turn(connection: StateConnection, base: Kept, ids: Sequence[int], model:
     return Kept(turn.state, base.num_bytes, turn.seal)
 
 
-def rebase_turn(connection: sqlite3.Connection, turn: Turn, base: Kept, ids: Sequence[int]) -> list[int]:
+def rebase_turn(connection: StateConnection, turn: Turn, base: Kept, ids: Sequence[int]) -> list[int]:
     """Let a turn's state follow from another base; return the whole states that nobody needs any more."""
-    new = turn._replace(base=base.state, base_seal=base.seal, ids=pack_ids(ids))
+    packed = sealed(connection.sealer, pack_ids(ids), place_of_turn(turn.state))
+    new = turn._replace(base=base.state, base_seal=base.seal, ids=packed)
     connection.execute(
         "UPDATE kept_turns SET base = ?, base_seal = ?, ids = ?, checksum = ? WHERE state = ?",
         (new.base, new.base_seal, new.ids, checksum_of(*new), new.state),
