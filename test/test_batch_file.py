@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import os
+import time
 from collections import deque
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from routes.offline.answer_file import AnswerFile, answered, unanswered
 from routes.offline.pipeline import MORE_ROWS, ROWS_PER_SLOT, Pipeline
 from routes.offline.request_file import ENVELOPE_BYTES, RequestFile, UnusableLine, check_body, id_of, read_call
 from rwkv_batch.config import Config
-from rwkv_batch.errors import InvalidRequest, Unavailable, UsageError
+from rwkv_batch.errors import EngineFailed, InvalidRequest, Unavailable, UsageError
 from rwkv_batch.server import batch_command
 
 CONFIG = Config()
@@ -276,38 +277,48 @@ def test_one_slow_line_holds_up_the_others_only_when_the_window_is_full(tmp_path
 
 
 class FragileApp(SlowApp):
-    """Answers at once, but all that it works on is lost when something holds `poison`."""
+    """Answers at once, but all that it works on is lost when something holds `poison`; where it `says` so, it takes nothing for
+    a while."""
 
-    def __init__(self, poison: set[str]):
+    def __init__(self, poison: set[str], *, says: bool):
         super().__init__(1, 1)
-        self.poison, self.losses = poison, []
+        self.poison, self.says, self.losses = poison, says, []
         self._open: list[tuple[str, asyncio.Event, object]] = []
+        self._dead_until = 0.0
 
     async def answer(self, context) -> Response:
         name, lost = context.body["prompt"], asyncio.Event()
-        failure = SimpleNamespace(code="engine_lost")
         context.ticket = SimpleNamespace(failure=None)
+        if time.monotonic() < self._dead_until:
+            context.ticket.failure = SimpleNamespace(code="engine_dead")
+            raise Unavailable("the engine has failed", code="engine_dead")
         self._open.append((name, lost, context.ticket))
         await asyncio.sleep(0.002)
         if name in self.poison and not lost.is_set():
             self.losses.append({other for other, *_ in self._open})
             for _, other, ticket in self._open:
-                ticket.failure = failure
+                ticket.failure = SimpleNamespace(code="engine_failed" if self.says else "engine_lost")
                 other.set()
             self._open = []
+            self._dead_until = time.monotonic() + 0.02 * self.says
         if lost.is_set():
-            raise Unavailable("the engine was lost", code="engine_lost")
+            raise EngineFailed("a step failed") if self.says else Unavailable("the engine was lost", code="engine_lost")
         self._open.remove((name, lost, context.ticket))
         return OK
 
 
 @pytest.mark.parametrize(
-    ("poison", "num_found", "most_losses"),
-    [({"17"}, 1, 3), ({"3", "17", "18", "70"}, 4, 12), (set(map(str, range(80))), 0, 120)],
+    ("poison", "says", "num_found", "most_losses"),
+    [
+        ({"17"}, False, 1, 3),
+        ({"17", "70"}, True, 2, 6),
+        ({"3", "17", "18", "70"}, False, 4, 12),
+        (set(map(str, range(80))), False, 0, 120),
+    ],
 )
-def test_the_lines_are_found_that_end_the_engine(tmp_path, monkeypatch, poison, num_found, most_losses):
+def test_the_lines_are_found_that_end_the_engine(tmp_path, monkeypatch, poison, says, num_found, most_losses):
     async def run() -> None:
-        app = FragileApp(poison)
+        app = FragileApp(poison, says=says)
         monkeypatch.setitem(request_file.HANDLERS, "/v1/completions", app.answer)
         monkeypatch.setattr(pipeline, "TICK_SECONDS", 0.002)
         requests = requests_of(*(request_line(str(index), body={"prompt": str(index)}) for index in range(80)))
