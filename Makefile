@@ -6,13 +6,14 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help serve test test-web test-lm-eval test-long lint format bench plots kernels hip-check clean
+.PHONY: help serve test test-web test-lm-eval test-ray test-long lint format bench plots kernels hip-check clean
 
 help:
 	@echo "make serve [ARGS='--model-path M.pth --password P']   serve a model"
 	@echo "make test          lint and run the tests that need no GPU (minutes)"
 	@echo "make test-web      drive the page in a browser (skipped by name where chromium is not installed)"
 	@echo "make test-lm-eval  compare lm-evaluation-harness with the model in this process, and try instructor, in an environment of their own"
+	@echo "make test-ray      run deploy/ray_serve.py under Ray, in an environment of its own"
 	@echo "make test-long     run them with their full counts and write test/results/long.txt"
 	@echo "make bench         measure this machine's CPU against the PyPI package rwkv"
 	@echo "make plots         draw the figures of bench/results as docs/img/plot-*.svg"
@@ -25,7 +26,7 @@ serve: $(VENV)/.ready
 
 # Bytecode is kept even where the environment says no: the tests start some two hundred Python processes.
 unexport PYTHONDONTWRITEBYTECODE
-LONG := -m "not gpu and not lm_eval" --timeout 3600 --disable-warnings --hypothesis-profile long
+LONG := -m "not gpu and not lm_eval and not ray" --timeout 3600 --disable-warnings --hypothesis-profile long
 
 # Three at once, for two cores: the tests of servers wait much.
 test: $(VENV)/.ready-test lint
@@ -36,6 +37,9 @@ test-web: $(VENV)/.ready-web
 
 test-lm-eval: $(VENV)/.ready-test $(VENV)/lm-eval/.ready
 	LM_EVAL=$(abspath $(VENV))/lm-eval/bin/lm_eval $(BIN)/python -m pytest -m lm_eval test/live/test_live_lm_eval.py
+
+test-ray: $(VENV)/.ready-test $(VENV)/ray/.ready
+	RAY_PYTHON=$(abspath $(VENV))/ray/bin/python $(BIN)/python -m pytest -m ray test/live/test_live_ray.py
 
 # Here the live server is held to its bounds on time, so its tests run alone.
 test-long: $(VENV)/.ready-web lint
@@ -97,6 +101,11 @@ $(VENV)/.ready-test: requirements-test.txt requirements-grammar.txt requirements
 $(VENV)/lm-eval/.ready: requirements-lm-eval.txt $(VENV)/.ready-test
 	$(BIN)/python -m venv $(VENV)/lm-eval
 	$(VENV)/lm-eval/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-lm-eval.txt
+	@touch $@
+
+$(VENV)/ray/.ready: requirements-ray.txt
+	$(PYTHON) -m venv $(VENV)/ray
+	$(VENV)/ray/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-ray.txt
 	@touch $@
 
 $(VENV)/.ready-web: requirements-web.txt $(VENV)/.ready-test
