@@ -46,7 +46,12 @@ struct Shape {
     uint32_t* active_mask;     // [M / 32] or null: bit i of word w says whether weight row 32 w + i has a result that is not zero
     int N, M, width, k_blocks, m_tiles, n_tiles, batch, split, log_split, cast, log_cast;  // of tiles `cast` at once
     int stages, row_stages;  // of weights, of rows of x
+    int shared;              // bytes of them, or of the sums that a split exchanges; behind those are the barriers
     int activation;
+};
+
+struct Barriers {
+    uint64_t full[MAX_STAGES], empty[MAX_STAGES], rows_full[MAX_STAGES], rows_empty[MAX_STAGES];
 };
 
 // Thread blocks that need many registers have a whole loading warpgroup, whose registers the others get; else the two loading warps.
@@ -103,10 +108,6 @@ struct Ring {
     __device__ __forceinline__ void advance(int stages) {
         if (++stage == stages) stage = 0, parity ^= 1;
     }
-};
-
-struct Barriers {
-    uint64_t full[MAX_STAGES], empty[MAX_STAGES], rows_full[MAX_STAGES], rows_empty[MAX_STAGES];
 };
 
 // The warp that loads weights, of which one thread works.
@@ -549,11 +550,10 @@ __device__ __forceinline__ void store_shared(
 // All tiles of one thread block.
 template <Values VALUES, bool FP8, bool TRANSPOSED, int WGS, int BN>
 __device__ __forceinline__ void multiply_tiles(const CUtensorMap& w_map, const CUtensorMap& x_map, const Shape& p, char* memory) {
-    __shared__ Barriers barriers;
     constexpr int CONSUMERS = WGS * 128;
-    char* const stages = memory + (1024 - shared_address(memory) % 1024) % 1024;
     const Work work(p);
-
+    Barriers& barriers = *reinterpret_cast<Barriers*>(memory + p.shared);
+    char* const stages = memory;
     char* const rows = stages + p.stages * (WGS * GROUP_BYTES);
     const int loader = int(threadIdx.x) / 32 - CONSUMERS / 32;  // number of the warp among the others
     if (loader == 0) {
@@ -620,7 +620,7 @@ template <Values VALUES, bool FP8, bool TRANSPOSED, int WGS, int BN>
 __global__ void __launch_bounds__(threads(WGS, BN, FP8), WGS == 1 ? 2 : 1)
     quant_gemm(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ Shape p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ char memory[];
+    extern __shared__ __align__(1024) char memory[];
     multiply_tiles<VALUES, FP8, TRANSPOSED, WGS, BN>(w_map, x_map, p, memory);
 #endif
 }
@@ -659,9 +659,10 @@ cudaError_t launch(
         if (p.active_mask && (p.split > 1 || p.n_tiles > 1 || p.batch > 1 || v.bn < p.N)) return cudaErrorInvalidValue;
         const int tiles = p.m_tiles * p.batch * p.n_tiles, clusters = p.split > 1 ? tiles : std::min(cut.clusters, tiles);
         const int stages = p.stages * v.wgs * GROUP_BYTES + p.row_stages * v.row_stage;
-        const int shared = 1024 + std::max(stages, p.split > 1 ? v.bn * float_pitch(v.wgs) * 4 : 0);
+        p.shared = std::max(stages, p.split > 1 ? v.bn * float_pitch(v.wgs) * 4 : 0);
         const int cluster = p.split * p.cast;
-        const Launch how = {dim3(clusters * cluster), dim3(v.threads), cudaStream_t(stream), cut.overlap, cluster, shared};
+        const Launch how = {dim3(clusters * cluster), dim3(v.threads), cudaStream_t(stream), cut.overlap, cluster,
+                            p.shared + int(sizeof(Barriers))};
         const auto map = [](const void* at) { return *static_cast<const CUtensorMap*>(at); };
         return start(v.kernel, how, map(w_map), map(x_map), p);
     }

@@ -183,7 +183,7 @@ def _even(tiles: int, at_once: int) -> int:
 
 def _stages(height: int, tile: int, split: int, steps: int, blocks: int, fp8: bool) -> int:
     """Return how many stages a thread block has room for when `blocks` share a multiprocessor; no more than its steps."""
-    room = SHARED_MEMORY // blocks - 1024
+    room = SHARED_MEMORY // blocks  # the barriers have theirs beside that
     if split > 1 and tile * (height + 4) * 4 > room:  # where sums are exchanged
         return 0
     fitting = (n for n in range(min(MAX_STAGES, max(steps, 2)), 0, -1) if stage_bytes(height, tile, n, fp8) <= room)
