@@ -20,7 +20,7 @@ FP8_TILES = {256: (64, 80, 96, 128, 160)}  # which are e4m3
 FORMATS = ("int8", "fp8")
 MAX_MAPS = 4096  # descriptions of x kept; beyond that they are made anew
 MAX_CLUSTER = 8  # thread blocks
-MAX_CONFIGS = 12  # offered for a product
+MAX_CONFIGS = 16  # offered for a product
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,22 +158,21 @@ def configs(N: int, M: int, K: int, batch: int, num_sms: int, fp8: bool) -> tupl
                     continue
                 clusters = _even(tiles // cast, max(1, blocks * num_sms // cast))
                 config = TileConfig(height, tile, split, stages, clusters, cast)
-                at_once = (
-                    num_sms * blocks * (0.9 if blocks * 4 <= split * cast else 1)
-                )  # clusters lie within some 16 multiprocessors
-                found.append((_time(config, tiles, steps, at_once, blocks, fp8), config))
+                found.append((_time(config, tiles, steps, num_sms, blocks, fp8), config))
     return tuple(dict.fromkeys(config for _, config in sorted(found)))[:MAX_CONFIGS]
 
 
-def _time(config: TileConfig, tiles: int, steps: int, at_once: float, blocks: int, fp8: bool) -> float:
-    """Return the estimated us: a multiprocessor multiplies, and loads weights and x from the L2 cache or from memory."""
+def _time(config: TileConfig, tiles: int, steps: int, num_sms: int, blocks: int, fp8: bool) -> float:
+    """Return the estimated us, by what an H200 multiplies, reads from memory (weights) and from the L2 cache."""
     height, tile, split, cast = *config[:3], config.cast
-    multiply = height * tile * BK / (1.5e6 if fp8 else 0.9e6) / 1.75
-    load = (height * BK / cast + tile * BK) / 54e3 if fp8 else (height * BK + 2 * tile * BK / cast) / 54e3
-    memory = height * BK / 31e3 / math.ceil(tiles * split / at_once)
-    rounds = math.ceil(tiles * split / at_once)
-    step = max(multiply, load, memory) * blocks
-    return rounds * (step * math.ceil(steps / split) + 1.5 + (split > 1) * 2e-4 * height * tile)
+    usable = num_sms * (0.9 if blocks * 4 <= split * cast else 1)  # clusters lie within some 16 multiprocessors
+    rounds = math.ceil(tiles * split / (usable * blocks))
+    sharing = min(blocks, math.ceil(tiles * split / rounds / usable))  # thread blocks of a multiprocessor
+    weights, rows = height * BK, tile * BK * (1 if fp8 else 2)
+    cached = weights / cast + rows if fp8 else weights + rows / cast
+    step = max(height * tile * BK / (5e6 if fp8 else 2.9e6), weights / 31e3 / max(1, tile / 128), cached / 54e3) * sharing
+    exchange = 1.5 + 2e-5 * height * tile if split > 1 else 0
+    return rounds * (step * math.ceil(steps / split) + 1.5 + exchange) + (1.5 if blocks == 1 else 0)
 
 
 def _even(tiles: int, at_once: int) -> int:
