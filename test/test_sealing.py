@@ -16,6 +16,8 @@ from rwkv_batch.sessions.sqlite.schema import checksum_of
 from rwkv_batch.sessions.sqlite.sealing import Sealer, read_key
 from rwkv_batch.sessions.sqlite.states import pack_ids
 
+pytest.importorskip("cryptography", reason="requirements-encryption.txt is not installed")
+
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 SAID = tuple(range(1000, 1040))
 
