@@ -284,14 +284,12 @@ __device__ __forceinline__ void stream(const Shares& shares, const Maps& maps, i
             for (int n = 0; n < MOST_BLOCKS; n++) {
                 if (n * HALF_PIECE >= width) break;
                 wait(full + stage, parity);
-                if ((n * WARPS + warp) * BLOCK < width) {
-                    const uint8_t* const at = own_rows + stage * S::BYTES + warp * CHUNK_BYTES;
+                const uint8_t* const at = own_rows + stage * S::BYTES + warp * CHUNK_BYTES;
 #pragma unroll
-                    for (int w = 0; w < 2; w++) {
-                        const uint8_t* const piece = at + ((w * 4 + quarter) ^ own) * 16;
-                        multiply<HALVES>(sum[w], *reinterpret_cast<const uint4*>(piece),
-                                         *reinterpret_cast<const uint4*>(piece + 8 * CHUNK), x[n][w]);
-                    }
+                for (int w = 0; w < 2; w++) {
+                    const uint8_t* const piece = at + ((w * 4 + quarter) ^ own) * 16;
+                    multiply<HALVES>(sum[w], *reinterpret_cast<const uint4*>(piece),
+                                     *reinterpret_cast<const uint4*>(piece + 8 * CHUNK), x[n][w]);
                 }
                 release();
             }
@@ -303,8 +301,7 @@ __device__ __forceinline__ void stream(const Shares& shares, const Maps& maps, i
                 const uint8_t* const at = own_rows + stage * S::BYTES;
 #pragma unroll
                 for (int s = 0; s < S::BLOCKS; s++) {
-                    const int block = s * WARPS + warp;
-                    if ((n * WARPS + block) * BLOCK >= width) break;
+                    const int block = s * WARPS + warp;  // beyond K, zeros meet zeros
                     float low = 1.f, high = 1.f;
                     if constexpr (grouped(FORMAT)) {
                         low = group_scale(ring + stage * S::BYTES, own, block);
