@@ -4,10 +4,11 @@
     python app.py --model-path M.pth --port 8000 --slots 320 &
     python bench/served/grammar.py --url http://127.0.0.1:8000 [--seconds 30] [--rounds 2] [--out FILE]
 
-By turns: `--plain` streams alone; as many plain ones as both kinds together, for a step of more rows is longer whatever they
-are; `--plain` streams with `--constrained` ones beside them. Each client sends its next request when its last has ended. Gaps
-are those between events with text; a row's pace is its tokens, by the usage that the server reports, over the time from its
-first text to its last. Ends with 1 where an answer was not what its schema allows.
+By turns: `--plain` streams alone; as many plain ones as both kinds together; `--plain` streams with `--constrained` ones beside
+them. The second is there because a step of more rows is longer whatever they are, and because short answers mean more prompts:
+its further streams answer with as many tokens as the schema's answers have. Each client sends its next request when its last
+has ended. Gaps are those between events with text, of the `--plain` streams; a row's pace is its tokens, by the usage that the
+server reports, over the time from its first text to its last. Ends with 1 where an answer was not what its schema allows.
 """
 
 import argparse
@@ -20,13 +21,15 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from bench import serve
 from bench.client import open_stream
+
+Kind = Literal["plain", "short", "constrained"]
 
 WARM_SECONDS = 3.0
 SCHEMA = {
@@ -76,7 +79,7 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def body_of(args: argparse.Namespace, rng: random.Random, constrained: bool) -> dict[str, Any]:
+def body_of(args: argparse.Namespace, rng: random.Random, kind: Kind) -> dict[str, Any]:
     """A chat."""
     message = {"role": "user", "content": serve.prompt_text(rng, 16)}
     body = {
@@ -86,20 +89,20 @@ def body_of(args: argparse.Namespace, rng: random.Random, constrained: bool) -> 
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if not constrained:
-        return {**body, "ignore_eos": True}
+    if kind != "constrained":
+        return {**body, "ignore_eos": True, "max_tokens": args.max_tokens if kind == "plain" else args.short_tokens}
     format = {"type": "json_schema", "json_schema": {"name": "note", "schema": SCHEMA, "strict": True}}
     return {**body, "response_format": format, "max_tokens": 4 * args.max_tokens}
 
 
-async def ask(args: argparse.Namespace, rng: random.Random, constrained: bool) -> Answer:
+async def ask(args: argparse.Namespace, rng: random.Random, kind: Kind) -> Answer:
     """Send one request and read its stream."""
     where = urlsplit(args.url)
     headers = {"Authorization": f"Bearer {args.password}"} if args.password else {}
     answer, text = Answer(), []
     try:
         async with await open_stream(
-            where.hostname, where.port or 80, "/v1/chat/completions", body_of(args, rng, constrained), headers
+            where.hostname, where.port or 80, "/v1/chat/completions", body_of(args, rng, kind), headers
         ) as stream:
             if stream.status != 200:
                 return Answer(error=f"{stream.status} {(await stream.read())[:200].decode(errors='replace')}")
@@ -117,7 +120,7 @@ async def ask(args: argparse.Namespace, rng: random.Random, constrained: bool) -
                     text += [choice["delta"]["content"] for choice in event["choices"]]
     except (OSError, asyncio.IncompleteReadError, ValueError) as error:
         answer.error = f"{type(error).__name__}: {error}"[:200]
-    answer.valid = not constrained or bool(answer.error) or is_note("".join(text))
+    answer.valid = kind != "constrained" or bool(answer.error) or is_note("".join(text))
     return answer
 
 
@@ -137,34 +140,30 @@ def is_note(text: str) -> bool:
     )
 
 
-def client_process(
-    args: argparse.Namespace, part: int, num_plain: int, num_constrained: int, seconds: float
-) -> tuple[list[Answer], list[Answer]]:
-    """This process's share of the clients, until the time is up: answers without a schema and with one."""
+def client_process(args: argparse.Namespace, part: int, numbers: dict[Kind, int], seconds: float) -> dict[Kind, list[Answer]]:
+    """This process's share of the clients, until the time is up: answers by their kind."""
 
-    async def run() -> tuple[list[Answer], list[Answer]]:
+    async def run() -> dict[Kind, list[Answer]]:
         ends = time.perf_counter() + seconds
-        found: tuple[list[Answer], list[Answer]] = ([], [])
+        found: dict[Kind, list[Answer]] = {kind: [] for kind in numbers}
 
-        async def client(number: int, constrained: bool) -> None:
-            rng = random.Random(f"{part} {number} {constrained} {seconds}")
+        async def client(number: int, kind: Kind) -> None:
+            rng = random.Random(f"{part} {number} {kind} {seconds}")
             while time.perf_counter() < ends:
-                found[constrained].append(await ask(args, rng, constrained))
+                found[kind].append(await ask(args, rng, kind))
 
-        plain = serve.share(num_plain, args.processes, part)
-        held = serve.share(num_constrained, args.processes, part)
-        await asyncio.gather(*(client(n, False) for n in range(plain)), *(client(n, True) for n in range(held)))
+        shares = {kind: serve.share(number, args.processes, part) for kind, number in numbers.items()}
+        await asyncio.gather(*(client(number, kind) for kind, share in shares.items() for number in range(share)))
         return found
 
     return asyncio.run(run())
 
 
-def load(args: argparse.Namespace, num_plain: int, num_constrained: int, seconds: float) -> tuple[list[Answer], list[Answer]]:
-    """The answers of one run, without a schema and with one."""
+def load(args: argparse.Namespace, numbers: dict[Kind, int], seconds: float) -> dict[Kind, list[Answer]]:
+    """The answers of one run, by their kind; `numbers` of clients."""
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        parts = [(args, part, num_plain, num_constrained, seconds) for part in range(args.processes)]
-        found = pool.starmap(client_process, parts)
-    return [answer for plain, _ in found for answer in plain], [answer for _, held in found for answer in held]
+        found = pool.starmap(client_process, [(args, part, numbers, seconds) for part in range(args.processes)])
+    return {kind: [answer for part in found for answer in part[kind]] for kind in numbers}
 
 
 def told(answers: list[Answer]) -> dict[str, Any]:
@@ -190,24 +189,26 @@ def ratios(after: dict[str, Any], before: dict[str, Any]) -> dict[str, float]:
 
 def main() -> None:
     args = read_arguments()
-    loads = {
-        "alone": (args.plain, 0),
-        "as many plain": (args.plain + args.constrained, 0),
-        "beside": (args.plain, args.constrained),
+    args.short_tokens = args.max_tokens
+    warm = load(args, {"plain": args.plain, "constrained": args.constrained}, WARM_SECONDS)
+    args.short_tokens = round(statistics.median([answer.tokens for answer in warm["constrained"] if not answer.error] or [100]))
+    loads: dict[str, dict[Kind, int]] = {
+        "alone": {"plain": args.plain},
+        "as many plain": {"plain": args.plain, "short": args.constrained},
+        "beside": {"plain": args.plain, "constrained": args.constrained},
     }
-    load(args, args.plain, args.constrained, WARM_SECONDS)
-    found: dict[str, tuple[list[Answer], list[Answer]]] = {name: ([], []) for name in loads}
+    found: dict[str, dict[Kind, list[Answer]]] = {name: {kind: [] for kind in numbers} for name, numbers in loads.items()}
     for _ in range(args.rounds):
         for name, numbers in loads.items():
-            for kept, new in zip(found[name], load(args, *numbers, args.seconds / args.rounds), strict=True):
-                kept += new
-    figures = {name: {"plain": told(plain)} for name, (plain, _) in found.items()}
-    after, held = figures["beside"]["plain"], told(found["beside"][1])
-    figures["beside"]["constrained"] = held
+            for kind, new in load(args, numbers, args.seconds / args.rounds).items():
+                found[name][kind] += new
+    figures = {name: {kind: told(answers) for kind, answers in kinds.items()} for name, kinds in found.items()}
+    after, held = figures["beside"]["plain"], figures["beside"]["constrained"]
     pace, plain_pace = held["tokens_per_second_a_row"], after["tokens_per_second_a_row"]
     result = {
         "streams": {"plain": args.plain, "constrained": args.constrained},
         "rounds": args.rounds,
+        "tokens_a_short_answer": args.short_tokens,
         **figures,
         "plain_itl_times_alone": ratios(after, figures["alone"]["plain"]),
         "plain_itl_times_as_many_plain": ratios(after, figures["as many plain"]["plain"]),

@@ -1,9 +1,10 @@
 """Which tokens a row may sample by its grammar: one matcher a row, whose masks are made in threads of their own.
 
 The loop's thread takes masks and tells ids, and never waits. After a step it hands over what was sampled, all at once
-(`Grammars.flush`); one thread tells the matchers, and llguidance makes the masks of all of them on several cores, without
-Python's lock. Where the grammar leaves one text only, the tokens of that text are known at once: their masks allow one token
-each, so the row runs in every step until there is something to choose again.
+(`Grammars.flush`); one thread tells the matchers, and llguidance makes the masks of some at a time on several cores, without
+Python's lock, so that most are there when the last one comes too late. Where the grammar leaves one text only, the tokens of
+that text are known at once: their masks allow one token each, so the row runs in every step until there is something to choose
+again.
 """
 
 import itertools
@@ -36,6 +37,7 @@ END_BIT = 1  # of the first word: the end token
 COMPILED = 32  # grammars that are kept compiled
 COMPILED_BYTES = 2**20  # of their sources: what is compiled may take a hundred times as much
 MAX_THREADS = 8
+MASKS_AT_ONCE = 16  # that are known together: two for each thread
 SWITCH_SECONDS = 0.0005  # that the loop's thread keeps Python's lock while masks wait for it: what they need it for is short
 
 
@@ -233,13 +235,15 @@ class Grammars:
             batch = self._batches.get()
             while not self._batches.empty():
                 batch += self._batches.get()
-            try:
-                self._advance(batch)
-            except Exception:
-                log.exception("masks of grammars failed")
-                for mask, _ in batch:
-                    mask.error = "internal error"
-                self.notify([mask for mask, _ in batch])
+            for start in range(0, len(batch), MASKS_AT_ONCE):
+                part = batch[start : start + MASKS_AT_ONCE]
+                try:
+                    self._advance(part)
+                except Exception:
+                    log.exception("masks of grammars failed")
+                    for mask, _ in part:
+                        mask.error = "internal error"
+                    self.notify([mask for mask, _ in part])
 
     def _advance(self, batch: list[tuple[GrammarMask, int]]) -> None:
         """Tell matchers what was sampled, and find what may follow."""
