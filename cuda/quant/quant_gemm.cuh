@@ -209,14 +209,15 @@ struct Place {
     Ring ring, row_ring;
 };
 
-// A warp has read a stage of weights, or of rows of x; where thread blocks fetch them for each other, all are told.
+// A warp has used a stage of weights, or of rows of x; where thread blocks fetch them for each other, all are told. The compiler may
+// move loads behind an arrival elsewhere, so that comes after what was loaded has been used.
 __device__ __forceinline__ void release_to_all(uint64_t* barrier, const Place& at) {
     const int lane = threadIdx.x % 32;
     if (lane < at.p.cast) arrive_relaxed_at(barrier, at.work.part * at.p.cast + lane);
 }
 template <bool FP8>
-__device__ __forceinline__ void release_weights(const Place& at) {
-    uint64_t* const barrier = &at.barriers.empty[at.ring.stage];
+__device__ __forceinline__ void release_weights(const Place& at, int stage) {
+    uint64_t* const barrier = &at.barriers.empty[stage];
     __syncwarp();
     if constexpr (FP8) release_to_all(barrier, at);
     else if (threadIdx.x % 32 == 0) arrive(barrier);
@@ -334,7 +335,7 @@ __device__ __forceinline__ void accumulate_fp16(float (&sums)[2][BN / 2], Place&
             uint32_t words[16];
             read_weights<TRANSPOSED>(words, weights, half);
             if (half == 0) wait(&at.barriers.rows_full[at.row_ring.stage], at.row_ring.parity);
-            if (half == 1) release_weights<false>(at);
+            if (half == 1) release_weights<false>(at, at.ring.stage);
             wgmma_wait<1>();
             if (half == 1 && i > 0) release_rows<false>(at, last);
             convert<VALUES, TRANSPOSED>(a[half], words);
@@ -386,10 +387,6 @@ __device__ __forceinline__ void accumulate_parts(float (&sums)[2][BN / 2], Place
 #pragma unroll
         for (int half = 0; half < 2; half++)
             read_weights<TRANSPOSED>(words[half], at.weights + at.ring.stage * (WGS * GROUP_BYTES), half);
-        if (there) {
-            release_weights<true>(at);
-            at.ring.advance(at.p.stages);
-        }
     };
 #pragma unroll
     for (int i = 0; i < BN; i++) sums[i / (BN / 2)][i % (BN / 2)] = 0;
@@ -413,6 +410,8 @@ __device__ __forceinline__ void accumulate_parts(float (&sums)[2][BN / 2], Place
             wgmma_fence();
         }
         start_part<BN>(parts[TWO_PARTS], a[1], b);
+        release_weights<true>(at, at.ring.stage);
+        at.ring.advance(at.p.stages);
         if (AHEAD) read(i + 1 < at.work.steps);
         if (TWO_PARTS) {
             wgmma_wait<1>();
@@ -441,7 +440,6 @@ __device__ __forceinline__ void accumulate_whole(float (&sums)[2][BN / 2], Place
             if (!TRANSPOSED) wgmma_wait<1>();  // what is read are operands: not while those of two halves ago are in use
             read_weights<TRANSPOSED>(words, weights, half);
             if (half == 0) wait(&at.barriers.rows_full[at.row_ring.stage], at.row_ring.parity);
-            if (half == 1) release_weights<true>(at);
             if (TRANSPOSED) wgmma_wait<1>();
             if (half == 1 && i > 0) release_rows<true>(at, last);
             pin(words);
@@ -455,6 +453,7 @@ __device__ __forceinline__ void accumulate_whole(float (&sums)[2][BN / 2], Place
                     WgmmaHeld<BN>::multiply_e4m3(sums[tile], a[half][tile][u], b + half * 4 + u * 2, i + half + u > 0);
             wgmma_commit();
         }
+        release_weights<true>(at, at.ring.stage);
         last = at.row_ring.stage;
         at.ring.advance(at.p.stages), at.row_ring.advance(at.p.row_stages);
     }
