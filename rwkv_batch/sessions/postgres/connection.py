@@ -49,8 +49,11 @@ class Database:
         self._not_before = 0.0
         self._is_away = False
 
-    def rows(self, query: str, values: Sequence[Any] | dict[str, Any] = ()) -> list[tuple]:
-        """The rows of one statement, a transaction of its own. It may run twice, where the database went away meanwhile."""
+    def rows(self, query: str, values: Sequence[Any] | dict[str, Any] = (), *, once: bool = False) -> list[tuple]:
+        """The rows of one statement, a transaction of its own.
+
+        Where the database goes away meanwhile it is run again, or with `once` Unavailable is raised: it may have run or not.
+        """
         with self._lock:
             until = time.monotonic() + (0.0 if self._is_away else PATIENCE_SECONDS)
             while True:
@@ -59,8 +62,8 @@ class Database:
                         cursor = self._open().execute(query, values, prepare=True)
                         return cursor.fetchall() if cursor.description else []
                 except Unavailable:
-                    self._is_away = time.monotonic() > until
-                    if self._is_away:
+                    self._is_away = not once and time.monotonic() > until
+                    if once or self._is_away:
                         raise
                     time.sleep(RETRY_SECONDS)
 

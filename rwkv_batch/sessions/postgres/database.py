@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import psycopg
 from psycopg import errors
@@ -62,36 +62,36 @@ WITH new AS MATERIALIZED (
         %(object)s::text[], %(seal)s::bytea[], %(ids)s::bytea[], %(model)s::text[], %(kept)s::bigint[])
     WITH ORDINALITY AS t (namespace, name, version, claimed, epoch, tokens, newlines, num_bytes, updated, origin, response,
         source_name, source_version, source_updated, object, seal, ids, model, kept, number)),
+based AS (
+    SELECT n.*, v.state AS base, n.source_name IS NULL OR v.state IS NOT NULL AS is_sound
+    FROM new n LEFT JOIN kept_sessions s ON s.namespace = n.namespace AND s.name = n.source_name
+    LEFT JOIN kept_versions v ON v.session = s.id AND v.version = n.source_version AND v.updated = n.source_updated),
 own AS (
     UPDATE kept_sessions s
     SET version = n.version, tokens = n.tokens, num_bytes = n.num_bytes, updated = n.updated, owner = NULL
-    FROM new n WHERE s.id = n.claimed AND s.version = n.version - 1
+    FROM based n WHERE n.is_sound AND s.id = n.claimed AND s.version = n.version - 1
         AND ((s.owner = %(me)s AND s.epoch = n.epoch) OR (s.owner IS NULL AND s.epoch < n.epoch)) RETURNING s.id),
 made AS (
     INSERT INTO kept_sessions (id, namespace, name, version, tokens, num_bytes, updated, response, epoch)
-    SELECT session, namespace, name, version, tokens, num_bytes, updated, response, 0 FROM new WHERE claimed IS NULL
-    ORDER BY namespace, name ON CONFLICT DO NOTHING RETURNING id),
+    SELECT session, namespace, name, version, tokens, num_bytes, updated, response, 0 FROM based
+    WHERE claimed IS NULL AND is_sound ORDER BY namespace, name ON CONFLICT DO NOTHING RETURNING id),
 done AS (SELECT id FROM own UNION ALL SELECT id FROM made),
-based AS (
-    SELECT n.*, v.state AS base, n.source_name IS NULL OR v.state IS NOT NULL AS is_sound
-    FROM new n JOIN done ON done.id = n.session
-    LEFT JOIN kept_sessions s ON s.namespace = n.namespace AND s.name = n.source_name
-    LEFT JOIN kept_versions v ON v.session = s.id AND v.version = n.source_version AND v.updated = n.source_updated),
 stated AS (
     INSERT INTO kept_states (id, base, object, seal, ids, model)
-    SELECT state, base, object, seal, ids, model FROM based WHERE kept IS NULL AND is_sound),
+    SELECT n.state, n.base, n.object, n.seal, n.ids, n.model FROM based n JOIN done ON done.id = n.session
+    WHERE n.kept IS NULL),
 versioned AS (
     INSERT INTO kept_versions (session, version, state, tokens, newlines, num_bytes, updated, origin)
-    SELECT session, version, state, tokens, newlines, num_bytes, updated, origin FROM based WHERE is_sound),
+    SELECT n.session, n.version, n.state, n.tokens, n.newlines, n.num_bytes, n.updated, n.origin
+    FROM based n JOIN done ON done.id = n.session),
 trimmed AS (
-    DELETE FROM kept_versions v USING new n WHERE v.session = n.claimed AND v.version <= (
-        SELECT o.version FROM kept_versions o WHERE o.session = n.claimed ORDER BY o.version DESC OFFSET %(before)s LIMIT 1)
+    DELETE FROM kept_versions v USING own WHERE v.session = own.id AND v.version <= (
+        SELECT o.version FROM kept_versions o WHERE o.session = own.id ORDER BY o.version DESC OFFSET %(before)s LIMIT 1)
     RETURNING v.state),
 loosened AS (
     INSERT INTO kept_loose (state)
     SELECT t.state FROM trimmed t WHERE NOT EXISTS (SELECT 1 FROM kept_states c WHERE c.base = t.state))
-SELECT n.number, done.id IS NOT NULL, coalesce(based.is_sound, false)
-FROM new n LEFT JOIN done ON done.id = n.session LEFT JOIN based ON based.number = n.number ORDER BY n.number
+SELECT done.id IS NOT NULL, n.is_sound FROM based n LEFT JOIN done ON done.id = n.session ORDER BY n.number
 """
 # An answer that is kept already, for the same key and not too old, is another server's: the same request ran there meanwhile.
 ADD_REPLAY = """
@@ -128,6 +128,14 @@ class _Row:
     kept: int | None = None
     object: str | None = None
     seal: bytes | None = None
+
+
+class _More(NamedTuple):
+    """What is written beside versions. `at_once`: all of them or none."""
+
+    replays: list[tuple[str, str, Replay]] = []  # noqa: RUF012 - never changed
+    nodes: list[tuple[str, str, int]] = []  # noqa: RUF012
+    at_once: bool = False
 
 
 class PostgresStore(PostgresCatalog):
@@ -206,17 +214,22 @@ class PostgresStore(PostgresCatalog):
     # Writing. Each call is one transaction.
 
     def write(self, versions: list[NewVersion]) -> None:
-        """Keep new versions, all or none; Conflict when a session is not this engine's any more, or a new one is there."""
+        """Keep new versions; Conflict when a session is not this engine's any more, or a new one is there.
+
+        Then some of the others may be kept: to write these again, by themselves, does nothing.
+        """
         self._open()
         rows = [_Row(new, new.claim) for new in versions]
-        replays = [(new.namespace, name, replay) for new in versions for name, replay in new.replays]
-        nodes = [(new.namespace, *new.node) for new in versions if new.node is not None]
+        more = _More(
+            [(new.namespace, name, replay) for new in versions for name, replay in new.replays],
+            [(new.namespace, *new.node) for new in versions if new.node is not None],
+        )
         with contextlib.ExitStack() as left_over:
             for row in rows:
                 if row.new.pieces is not None:
                     row.object, row.seal = self._add_object(row.new, left_over)
             with self._claims_for(rows):
-                self._write_until_known(rows, replays, nodes)
+                self._write_until_known(rows, more)
             left_over.pop_all()
 
     def _add_object(self, new: NewVersion, left_over: contextlib.ExitStack) -> tuple[str, bytes]:
@@ -251,22 +264,28 @@ class PostgresStore(PostgresCatalog):
                 self.let_go(claim)
             raise
 
-    def _write_until_known(
-        self, rows: list[_Row], replays: list[tuple[str, str, Replay]], nodes: list[tuple[str, str, int]]
-    ) -> None:
+    def _write_until_known(self, rows: list[_Row], more: _More) -> None:
         """Write, and where the database goes away before it has answered, find out whether it was done."""
         until = time.monotonic() + WAIT_SECONDS
         in_doubt = False
         while True:
             try:
                 if not (in_doubt and self._are_written(rows)):
-                    self._write_rows(rows, replays, nodes)
+                    self._write_rows(rows, more)
                 return
             except Unavailable:
                 if time.monotonic() > until:
                     raise
                 in_doubt = True
                 time.sleep(RETRY_SECONDS)
+
+    def _check(self, rows: list[_Row], results: list[tuple[bool, bool]]) -> None:
+        """Raise unless all are written."""
+        for row, (is_done, is_sound) in zip(rows, results, strict=True):
+            if not is_sound:
+                raise SourceLost(row.new.name)
+            if not is_done and not self._are_written([row]):
+                raise _moved(row)
 
     def _are_written(self, rows: list[_Row]) -> bool:
         return all(
@@ -275,20 +294,20 @@ class PostgresStore(PostgresCatalog):
             for row in rows
         )
 
-    def _write_rows(self, rows: list[_Row], replays: list[tuple[str, str, Replay]], nodes: list[tuple[str, str, int]]) -> None:
+    def _write_rows(self, rows: list[_Row], more: _More) -> None:
         values = _columns(rows) | {"me": self._presence.id, "before": self.versions - 1}
 
         def write() -> None:
+            if more == _More():  # the usual turns: one statement, and no more is sent
+                self._check(rows, self.database.rows(WRITE, values, once=True))
+                return
+            limit = self.replay_seconds
             with self.database.transaction() as connection:
                 done = connection.execute(WRITE, values, prepare=True)
-                kept = [connection.execute(ADD_REPLAY, (*key, *replay[:3], self.replay_seconds)) for *key, replay in replays]
-                for node in nodes:
+                kept = [connection.execute(ADD_REPLAY, (*key, *replay[:3], limit)) for *key, replay in more.replays]
+                for node in more.nodes:
                     connection.execute(COUNT_NODE, node)
-                for row, (_, is_own, is_sound) in zip(rows, done.fetchall(), strict=True):
-                    if not is_own:
-                        raise _moved(row)
-                    if not is_sound:
-                        raise SourceLost(row.new.name)
+                self._check(rows, done.fetchall())
                 if not all(cursor.fetchone() for cursor in kept):
                     raise Conflict("another server ran this turn meanwhile", code="turn_running", retry_after=1.0)
 
@@ -364,7 +383,7 @@ class PostgresStore(PostgresCatalog):
         for row in rows:
             row.new.num_bytes = record.num_bytes
         try:
-            self._write_until_known(rows, [], [])
+            self._write_until_known(rows, _More(at_once=True))
         except SourceLost:
             raise Conflict("the session changed meanwhile", code="session_busy", retry_after=1.0) from None
 
