@@ -26,10 +26,10 @@ from urllib.parse import urlsplit
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bench.client import call, open_stream
-from rwkv_batch.sessions.postgres.database import PostgresStore
-from rwkv_batch.sessions.postgres.objects import Folder
-from rwkv_batch.sessions.store import NewVersion, Source
+from bench.client import call, open_stream  # noqa: E402
+from rwkv_batch.sessions.postgres.database import PostgresStore  # noqa: E402
+from rwkv_batch.sessions.postgres.objects import Folder  # noqa: E402
+from rwkv_batch.sessions.store import NewVersion, Source  # noqa: E402
 
 TOKENS = 320
 CHAT = "/v1/chat/completions"
@@ -120,10 +120,12 @@ def main() -> None:
     parser.add_argument("--direct")
     parser.add_argument("--proxy")
     parser.add_argument("--proxy-pid", type=int)
+    parser.add_argument("--note", default="", help="about the machine, for the result")
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "cluster-cpu.json")
     args = parser.parse_args()
     machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "load": round(os.getloadavg()[0], 1)}
+    machine |= {"note": args.note} if args.note else {}
     result: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "machine": machine}
     if args.state_url:
         result["turns"] = [measure_turns(args.state_url, group, args.rounds // group + 10) for group in (1, 16)]
