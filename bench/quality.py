@@ -311,6 +311,11 @@ def main() -> None:
         write(Path(args.out), bench, rows)
 
 
+def rounded(value: object) -> object:
+    """Return a figure without digits that mean nothing."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
 def write(file: Path, bench: Bench, rows: list[dict]) -> None:
     """Put the figures under the model's and the device's name into the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -324,7 +329,7 @@ def write(file: Path, bench: Bench, rows: list[dict]) -> None:
     content[name] = {
         "date": date.today().isoformat(), "device": device, "torch": torch.__version__, "rwkv_batch": __version__,
         "ops": "reference, fp32" if bench.library is None else "kernels, fp16", "quant_head": bench.args.quant_head,
-        "rows": rows,
+        "rows": [{key: rounded(value) for key, value in row.items()} for row in rows],
     }  # fmt: skip
     file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 

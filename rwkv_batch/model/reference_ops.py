@@ -22,7 +22,7 @@ LARGEST_HALF = 65504.0
 BAGS = 4  # parts that the sparse half of the channel mix is summed in
 TRANSPOSED_ROWS = (3, 16)  # the least and most rows that `linear` multiplies transposed on a CPU
 TRANSPOSED_HEIGHT = 16384  # the least height of the matrix there
-INT8_ROWS = 16  # the most that torch multiplies by bytes faster than by floats, on a CPU
+INT8_ROWS = 8  # the most that torch multiplies by bytes faster than by floats, on a CPU
 DECODED = {"cpu": 2**18, "cuda": 2**24}  # numbers of a quantised matrix that are decoded at a time
 LARGEST_FP8 = 448.0
 
