@@ -316,7 +316,7 @@ def test_products_of_8_bit_matrices(monkeypatch, quant, num_tokens):
     weights = self_check.random_weights(torch.device("cpu"), quant=quant)
     ops = KernelOps(weights, launcher, max_tokens=160, max_rows=160)
     layer, seen = ops.prepared.layers[0], set()
-    x, hidden = torch.zeros(num_tokens, self_check.WIDTH).half(), torch.zeros(num_tokens, self_check.FFN).half()
+    x, hidden = torch.zeros(num_tokens, self_check.WIDTH).half(), torch.zeros(num_tokens, 4 * self_check.WIDTH).half()
     for variant in ops.variants("ffn_key", num_tokens, layer):
         if variant.method not in QUANT_METHODS:
             continue

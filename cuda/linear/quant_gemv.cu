@@ -134,17 +134,18 @@ __device__ __forceinline__ float scale_of(const Product& p, int row) {
     return grouped(FORMAT) || !p.scales ? 1.f : unit<FORMAT>() * static_cast<const float*>(p.scales)[min(row, p.rows - 1)];
 }
 
-// A stage of the ring: of each of a tile's rows so many values of k, plane by plane, and their scales. A plane is chunks of
-// [ROWS, 128 bytes], piece i of 16 bytes of row r at i ^ r % 8, as the copy engine leaves them. With rows in the order of `row_of`
+// A stage of the ring: of each of a tile's rows so many values of k, plane by plane, and all of its groups' scales. A plane is
+// chunks of [ROWS, 128 bytes], piece i of 16 bytes of row r at i ^ r % 8, as the copy engine leaves them. With rows in the order of `row_of`
 // a load meets no bank twice, whether lanes that are served together have two rows or four.
 constexpr int LOWER = 1024, HALF_PIECE = LOWER / 2;  // bytes of a row in the first plane, values of an fp16 product
 constexpr int CHUNK = 128, CHUNK_BYTES = ROWS * CHUNK;
+static_assert(MOST_BLOCKS * WARPS * 2 <= CHUNK);  // scales of a row
 template <int FORMAT>
 struct Stage {
     static constexpr int PIECE = wide_codes(FORMAT) ? LOWER : 2 * LOWER;  // values
     static constexpr int BLOCKS = PIECE / BLOCK / WARPS;                  // to a warp
-    static constexpr int GROUPS = grouped(FORMAT) ? PIECE / BLOCK : 0;
-    static constexpr int BESIDE = ROWS * LOWER, BESIDE_BYTES = ROWS * (upper_bytes(FORMAT, PIECE) + 2 * GROUPS);
+    static constexpr int BESIDE = ROWS * LOWER;
+    static constexpr int BESIDE_BYTES = ROWS * (grouped(FORMAT) ? CHUNK : upper_bytes(FORMAT, PIECE));
     static constexpr int BYTES = BESIDE + BESIDE_BYTES;
     static_assert(BYTES % 1024 == 0);  // where the pattern repeats
 };
@@ -203,7 +204,7 @@ __device__ __forceinline__ void stream(const Shares& shares, const Maps& maps, i
             expect_bytes(full + to_stage, plain ? ROWS * LOWER : S::BYTES);
             copy_box(to, plain ? maps.plain : maps.codes, full + to_stage, READ_ONCE, 0, row, ahead_piece * (LOWER / CHUNK));
             if (S::BESIDE_BYTES && !plain)
-                copy_box(to + S::BESIDE, maps.beside, full + to_stage, READ_ONCE, grouped(FORMAT) ? ahead_piece * S::GROUPS : 0, row,
+                copy_box(to + S::BESIDE, maps.beside, full + to_stage, READ_ONCE, 0, row,
                          grouped(FORMAT) ? 0 : ahead_piece * (S::BESIDE_BYTES / CHUNK_BYTES));
         }
         if (++ahead_piece * (plain ? HALF_PIECE : S::PIECE) >= width) ahead++, ahead_piece = 0;
@@ -243,9 +244,8 @@ __device__ __forceinline__ void stream(const Shares& shares, const Maps& maps, i
                                                                           (block % 16 / 2 ^ own) * 16 + block % 2 * 8 + quarter * 2));
         return codes;
     };
-    auto group_scale = [&](const uint8_t* stage, int row, int block) {  // rows of scales are 64 bytes, with the same pattern
-        const int offset = row * 2 * S::GROUPS + block * 2;
-        return __half2float(*reinterpret_cast<const __half*>(stage + S::BESIDE + (offset ^ (offset >> 7 & 7) << 4)));
+    auto group_scale = [&](const uint8_t* at, int block) {  // of a row of the stage, as above; the block of all K
+        return __half2float(*reinterpret_cast<const __half*>(at + S::BESIDE + (block / 8 ^ own) * 16 + block % 8 * 2));
     };
     wait_for_previous();
     Inputs<HALVES> x[MOST_BLOCKS][2] = {};  // of block 8 n + warp
@@ -304,8 +304,7 @@ __device__ __forceinline__ void stream(const Shares& shares, const Maps& maps, i
                     const int block = s * WARPS + warp;  // beyond K, zeros meet zeros
                     float low = 1.f, high = 1.f;
                     if constexpr (grouped(FORMAT)) {
-                        low = group_scale(ring + stage * S::BYTES, own, block);
-                        high = group_scale(ring + stage * S::BYTES, own + 8, block);
+                        low = group_scale(at, n * WARPS + block), high = group_scale(at + 8 * CHUNK, n * WARPS + block);
                     }
                     multiply_block<FORMAT, HALVES>(sum, codes_of(at, block), codes_of(at + 8 * CHUNK, block), x[n + s], low, high);
                 }
@@ -510,7 +509,7 @@ int describe(Maps& maps, const void* values, const void* scales, int rows, int w
                                S::BESIDE_BYTES / CHUNK_BYTES);
     if (!error && grouped(FORMAT)) {
         const uint64_t row = width / BLOCK, sizes[] = {row, uint64_t(rows), 1}, strides[] = {row * 2, row * 2 * rows};
-        const uint32_t box[] = {S::GROUPS, ROWS, 1};
+        const uint32_t box[] = {CHUNK / 2, ROWS, 1};
         error = describe_tensor(&maps.beside, scales, 3, sizes, strides, box);
     }
     return error || !plain ? error : describe_plane(&maps.plain, plain, pairs, 2 * width, 2 * width, LOWER / CHUNK);

@@ -36,7 +36,8 @@ PRODUCTS: dict[str, tuple[Product, ...]] = {  # of these ops
 }
 TOLERANCE = 1e-2  # relative RMS; fp16 rounding between kernels leaves about 1e-3
 TOLERANCES = dict.fromkeys((Method.FP8, Method.FP8_CUBLAS), 0.12)  # of products whose tokens are rounded to e4m3
-WIDTH, FFN, VOCAB, RANKS = 256, 1024, 512, (32, 32, 16, 64)
+WIDTH, VOCAB, RANKS = 256, 512, (32, 32, 16, 64)
+QUANT_WIDTH = 1024  # of quantised models: narrow ones are read by other kernels than those of use
 SLOTS = 100
 EXTENT = 2  # of the check; raised when it sees more, so that cards checked before are checked again
 CASES = ([1], [1] * 7, [1] * 16, [1] * 70, [40, 1, 7, 33])  # lengths of rows
@@ -175,7 +176,7 @@ def _matrix(ops: KernelOps, product: Product) -> MatrixKernels:
 @torch.inference_mode()
 def _fills(launcher: Launcher, wkv_dtype: torch.dtype) -> bool:
     """Copy one slot into some others, clear some more and let some change places, with the kernels and without."""
-    shape, states = ModelShape(2, WIDTH, FFN, VOCAB, *RANKS), []
+    shape, states = ModelShape(2, WIDTH, 4 * WIDTH, VOCAB, *RANKS), []
     for fill in (None, StateFill(launcher)):
         state = State(shape, SLOTS, shift_dtype=torch.float16, wkv_dtype=wkv_dtype, device=launcher.device, fill=fill)
         generator = torch.Generator(device=launcher.device).manual_seed(0)
@@ -202,44 +203,44 @@ def _run(model: Model, lengths: list[int], wkv_dtype: torch.dtype) -> list[Tenso
     return [*(t.clone() for t in logits), state.shift.float(), state.wkv.float()]
 
 
-def random_weights(device: torch.device, num_layers: int = 2, *, quant: str = "") -> Weights:
+def random_weights(device: torch.device, num_layers: int = 2, *, quant: str = "", width: int = WIDTH) -> Weights:
     """Return a small model of random numbers in fp16, its matrices in the format `quant`."""
-    generator = torch.Generator(device=device).manual_seed(0)
+    generator, ffn_width = torch.Generator(device=device).manual_seed(0), 4 * width
 
     def normal(*dims: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
         return torch.randn(*dims, generator=generator, device=device) * std + mean
 
-    def matrix(*dims: int, width: int = WIDTH) -> Tensor:
-        return normal(*dims, std=width**-0.5).half()
+    def matrix(*dims: int, inputs: int = width) -> Tensor:
+        return normal(*dims, std=inputs**-0.5).half()
 
     def layer(first: bool) -> Layer:
         rank_w, rank_a, rank_v, rank_g = RANKS
-        k_a = normal(WIDTH, std=0.1, mean=1)
+        k_a = normal(width, std=0.1, mean=1)
         return Layer(
-            **{f"{norm}_{kind}": normal(WIDTH, std=0.1, mean=float(kind == "weight"))
+            **{f"{norm}_{kind}": normal(width, std=0.1, mean=float(kind == "weight"))
                for norm in ("ln1", "ln2", "ln_x") for kind in ("weight", "bias")},
-            att_mix=torch.rand(6, 1, WIDTH, generator=generator, device=device),
-            ffn_mix=torch.rand(1, 1, WIDTH, generator=generator, device=device),
-            w0=normal(WIDTH, mean=-2), a0=normal(WIDTH), v0=None if first else normal(WIDTH, mean=1),
-            w1=matrix(WIDTH, rank_w), w2=matrix(rank_w, WIDTH, width=rank_w),
-            a1=matrix(WIDTH, rank_a), a2=matrix(rank_a, WIDTH, width=rank_a),
-            v1=None if first else matrix(WIDTH, rank_v), v2=None if first else matrix(rank_v, WIDTH, width=rank_v),
-            g1=matrix(WIDTH, rank_g), g2=matrix(rank_g, WIDTH, width=rank_g),
-            k_k=normal(WIDTH, std=0.1, mean=0.8), k_a=k_a, one_minus_k_a=1 - k_a,
-            r_k=normal(WIDTH // HEAD_SIZE, HEAD_SIZE, std=0.1),
-            rkv=Weight.quantised(matrix(3, WIDTH, WIDTH), quant), output=Weight.quantised(matrix(WIDTH, WIDTH), quant),
-            ffn_key=Weight.quantised(matrix(FFN, WIDTH), quant),
-            ffn_value=Weight.quantised(matrix(FFN, WIDTH, width=FFN), quant, transposed=True),
+            att_mix=torch.rand(6, 1, width, generator=generator, device=device),
+            ffn_mix=torch.rand(1, 1, width, generator=generator, device=device),
+            w0=normal(width, mean=-2), a0=normal(width), v0=None if first else normal(width, mean=1),
+            w1=matrix(width, rank_w), w2=matrix(rank_w, width, inputs=rank_w),
+            a1=matrix(width, rank_a), a2=matrix(rank_a, width, inputs=rank_a),
+            v1=None if first else matrix(width, rank_v), v2=None if first else matrix(rank_v, width, inputs=rank_v),
+            g1=matrix(width, rank_g), g2=matrix(rank_g, width, inputs=rank_g),
+            k_k=normal(width, std=0.1, mean=0.8), k_a=k_a, one_minus_k_a=1 - k_a,
+            r_k=normal(width // HEAD_SIZE, HEAD_SIZE, std=0.1),
+            rkv=Weight.quantised(matrix(3, width, width), quant), output=Weight.quantised(matrix(width, width), quant),
+            ffn_key=Weight.quantised(matrix(ffn_width, width), quant),
+            ffn_value=Weight.quantised(matrix(ffn_width, width, inputs=ffn_width), quant, transposed=True),
         )  # fmt: skip
 
     return Weights(
-        shape=ModelShape(num_layers, WIDTH, FFN, VOCAB, *RANKS),
+        shape=ModelShape(num_layers, width, ffn_width, VOCAB, *RANKS),
         dtype=torch.float16,
         fingerprint="",
-        embedding=normal(VOCAB, WIDTH).half(),
+        embedding=normal(VOCAB, width).half(),
         layers=[layer(first=i == 0) for i in range(num_layers)],
-        ln_out_weight=normal(WIDTH, std=0.1, mean=1),
-        ln_out_bias=normal(WIDTH, std=0.1),
-        head=Weight.quantised(matrix(VOCAB, WIDTH), quant),
+        ln_out_weight=normal(width, std=0.1, mean=1),
+        ln_out_bias=normal(width, std=0.1),
+        head=Weight.quantised(matrix(VOCAB, width), quant),
         output_ids=torch.arange(VOCAB, device=device),
     )
