@@ -23,7 +23,7 @@ from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.quant.dequantise import Dequantiser
 from rwkv_batch.kernels.quant.few_tokens import WHOLE_CODES, QuantLinear
 from rwkv_batch.kernels.quant.matrix import QuantMatrix
-from rwkv_batch.kernels.variants import CUBLAS, GEMV_RKV, QUANT_METHODS, Method, Variant
+from rwkv_batch.kernels.variants import CUBLAS, GEMV_RKV, QUANT_METHODS, LoraPlacement, Method, Variant
 from rwkv_batch.model import quantized
 from rwkv_batch.model.packed_rows import CapturedRows, PackedRows
 from rwkv_batch.model.rwkv7 import Model
@@ -339,6 +339,12 @@ def test_products_of_8_bit_matrices(monkeypatch, quant, num_tokens):
             squared += [note for note in notes if note[0].startswith("rwkv_quant_gemm") and note[-8]]
             assert len(squared) == 1, notes
             assert late == (squared[0][0] == "rwkv_quantise_rows")
+    for variant in ops.variants("rkv", num_tokens, layer):
+        if variant.lora is LoraPlacement.RESERVED:
+            ops.choose("rkv", num_tokens, variant)
+            recorder.clear()
+            ops.attention_inputs(ops.begin(num_tokens).mixed, layer)
+            assert {note[1] for note in recorder.take() if note[0] == "rwkv_lora_down"} == {"side"}
     expected = {Method.QUANT_GEMM}
     if quant == "fp8" and num_tokens > 64:
         expected |= {Method.FP8, Method.FP8_CUBLAS}

@@ -396,6 +396,7 @@ class KernelOps:
         if name == "rkv":
             places = (LoraPlacement.BEFORE, LoraPlacement.CONCURRENT)
             found = [dataclasses.replace(variant, lora=place) for place in places for variant in dense + [GEMV] * few]
+            found += self.many.sparing_variants(num_tokens, matrix.quant, lora) if self.many else []
             tiles = self.quant_linear.inputs_configs(num_tokens, matrix.quant, lora)
             return found + [GEMV_RKV] * few + [Variant(Method.GEMV, tile, LoraPlacement.FUSED) for tile in tiles]
         if name == "ffn_value":

@@ -110,6 +110,14 @@ class QuantGemm:
         source = matrix.source
         return list(configs(N, source.M, source.K, source.batch, self.num_sms, quantised_rows))
 
+    def reserved_sms(self, N: int, matrix: QuantGemmMatrix, config: TileConfig, *, quantised_rows: bool = False) -> int:
+        """Return how many multiprocessors a product of N rows surely leaves free: none where two thread blocks share one."""
+        source = matrix.source
+        if 2 * stage_bytes(config.height, config.tile, config.stages, quantised_rows) <= SHARED_MEMORY:
+            return 0
+        tiles = math.ceil(source.M / config.height) * math.ceil(N / config.tile) * source.batch
+        return self.num_sms - (tiles if config.split > 1 else config.clusters * config.cast) * config.split
+
     def _x_map(self, x: Tensor, N: int, K: int, planes: int, tile: int) -> ctypes.Array:
         size = x.element_size()
         key = (x.data_ptr(), N, K * size, planes, tile)

@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.cublaslt import WORKSPACE_BYTES
+from rwkv_batch.kernels.gemm import LEAST_RESERVED
 from rwkv_batch.kernels.launch import Launcher
+from rwkv_batch.kernels.linear import MAX_GEMV, Lora, reserved_configs
 from rwkv_batch.kernels.quant.cublaslt_fp8 import MatMulFp8
 from rwkv_batch.kernels.quant.gemm import FORMATS, QuantGemm, QuantGemmMatrix, leaves_mask
 from rwkv_batch.kernels.quant.matrix import QuantMatrix
 from rwkv_batch.kernels.quant.rows import E4M3, Order, QuantRows, RowQuantiser
-from rwkv_batch.kernels.variants import Method, Variant
+from rwkv_batch.kernels.variants import LoraPlacement, Method, Variant
 from rwkv_batch.model.weights import ModelShape
 
 QUANTISED_TOKENS = 64  # up to which tokens stay fp16: weights are what is read then, and nothing is gained
 DEQUANTISED_TOKENS = 256  # from which, untimed, int8 matrices are rather made fp16 as a whole
+MAX_SPARING = 4  # configs that leave multiprocessors for the low-rank pairs
 TURNED_TOKENS = 1024  # from which, untimed, it pays to turn a matrix over for cuBLASLt
 
 
@@ -59,6 +62,26 @@ class ManyTokens:
             configs = self.gemm.tile_configs(num_tokens, handle, quantised_rows=True)
             found += [Variant(Method.FP8, config) for config in configs]
             found += [Variant(Method.FP8_CUBLAS)] * self._cublas_fits(num_tokens, matrix)
+        return found
+
+    def sparing_variants(self, num_tokens: int, matrix: QuantMatrix, lora: Lora) -> list[Variant]:
+        """Return ways to do r, k, v that leave multiprocessors for the low-rank pairs."""
+        handle, found = self._handle(matrix), []
+        if handle is None or num_tokens <= MAX_GEMV:
+            return found
+        ways = (
+            [(Method.QUANT_GEMM, False), (Method.FP8, True)]
+            if self._quantises(num_tokens, matrix)
+            else [(Method.QUANT_GEMM, False)]
+        )
+        for method, quantised in ways:
+            configs = self.gemm.tile_configs(num_tokens, handle, quantised_rows=quantised)
+            sparing = [
+                (config, self.gemm.reserved_sms(num_tokens, handle, config, quantised_rows=quantised)) for config in configs
+            ]
+            for config, free in [(config, free) for config, free in sparing if free >= LEAST_RESERVED][:MAX_SPARING]:
+                for lora_config in reserved_configs(num_tokens, lora.width, lora.ranks, free):
+                    found.append(Variant(method, config, LoraPlacement.RESERVED, lora_config))
         return found
 
     def variant(self, num_tokens: int, matrix: QuantMatrix) -> Variant | None:
