@@ -322,10 +322,10 @@ def write(file: Path, bench: Bench, rows: list[dict]) -> None:
     content = json.loads(file.read_text()) if file.exists() else {}
     on_gpu = bench.device.type == "cuda"
     device = torch.cuda.get_device_name(bench.device) if on_gpu else cpu_name()
-    kind = "" if bench.library is None else ", kernels"
-    name = (
-        f"{bench.file.stem if bench.args.model_path else 'demo'}{', off grid' if bench.args.off_grid else ''}, {device}{kind}"
-    )
+    notes = {", off grid": bench.args.off_grid, ", head as it is": not bench.args.quant_head}
+    kind = "".join(note for note, holds in notes.items() if holds)
+    model = bench.file.stem if bench.args.model_path else "demo"
+    name = f"{model}{kind}, {device}{'' if bench.library is None else ', kernels'}"
     content[name] = {
         "date": date.today().isoformat(), "device": device, "torch": torch.__version__, "rwkv_batch": __version__,
         "ops": "reference, fp32" if bench.library is None else "kernels, fp16", "quant_head": bench.args.quant_head,
