@@ -1423,7 +1423,7 @@ def check_kills(path: Path, times: int) -> None:
 
 
 def test_kill_9_at_some_moments_loses_no_acknowledged_turn(path):
-    check_kills(path, 10)
+    check_kills(path, 5)
 
 
 @pytest.mark.long
