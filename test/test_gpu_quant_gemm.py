@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rwkv_batch.kernels.gemm import TileConfig
-from rwkv_batch.kernels.quant.gemm import FP8_TILES, MAX_CLUSTER, TILES, configs, stage_bytes
+from rwkv_batch.kernels.quant.gemm import FP8_TILES, MAX_CLUSTER, SPLITS, TILES, configs, stage_bytes
 from rwkv_batch.kernels.quant.matrix import QuantMatrix
 from rwkv_batch.kernels.quant.rows import Order, QuantRows
 from rwkv_batch.model.weight import Weight
@@ -170,7 +170,7 @@ def test_every_config(gemm, quantiser, transposed, format, rows):
     reference = x.exact @ dense(weight).T
     for height, tiles in (FP8_TILES if rows else TILES).items():
         for tile in tiles:
-            for split in (1, 2, 4, 8):
+            for split in SPLITS:
                 for stages, clusters, cast in ((3, 1, 1), (3, 3, 1), (2, 100, 1), (3, 1, 2), (3, 100, 2), (3, 2, 4)):
                     if split * cast > MAX_CLUSTER or (not rows and tile < 8 * cast):
                         continue

@@ -44,7 +44,7 @@ struct Shape {
     const float* scales;       // [batch, M] of weight rows
     const float* token_scales;  // [batch, N] of rows of x, where they are e4m3
     uint32_t* active_mask;     // [M / 32] or null: bit i of word w says whether weight row 32 w + i has a result that is not zero
-    int N, M, width, k_blocks, m_tiles, n_tiles, batch, split, log_split, cast, log_cast;  // of tiles `cast` at once
+    int N, M, width, k_blocks, m_tiles, n_tiles, batch, split, cast, log_cast;  // of tiles `cast` at once
     int stages, row_stages;  // of weights, of rows of x
     int shared;              // bytes of them, or of the sums that a split exchanges; behind those are the barriers
     int activation;
@@ -80,12 +80,12 @@ __device__ __forceinline__ uint32_t finish(float a, float b, int activation) {
 struct Work {
     int part, first, stride, tiles, k0, steps, number;
     __device__ explicit Work(const Shape& p) {
-        const int log_cluster = p.log_split + p.log_cast;
-        number = blockIdx.x & (p.cast - 1), part = blockIdx.x >> p.log_cast & (p.split - 1);
-        first = blockIdx.x >> log_cluster, stride = gridDim.x >> log_cluster;
+        const int cluster = p.split * p.cast;
+        number = blockIdx.x & (p.cast - 1), part = (blockIdx.x >> p.log_cast) % p.split;
+        first = blockIdx.x / cluster, stride = gridDim.x / cluster;
         tiles = p.m_tiles * p.batch * p.n_tiles;
-        k0 = part * p.k_blocks >> p.log_split;
-        steps = ((part + 1) * p.k_blocks >> p.log_split) - k0;
+        k0 = part * p.k_blocks / p.split;
+        steps = (part + 1) * p.k_blocks / p.split - k0;
     }
 };
 struct Tile {
@@ -529,11 +529,11 @@ __device__ __forceinline__ void store_shared(
         }
     cluster_arrive_release();
     cluster_wait();
-    const int tokens = BN >> p.log_split;
+    const int tokens = (BN + p.split - 1) / p.split;
 #pragma unroll 1
     for (int n = thread / WIDTH; n < tokens; n += WGS * 128 / WIDTH) {
         const int of_tile = work.part * tokens + n, row = tile.n + of_tile;
-        if (row >= p.N || rows.m >= p.width) break;
+        if (of_tile >= BN || row >= p.N || rows.m >= p.width) break;
         float4 sum{};
 #pragma unroll
         for (int part = 0; part < MAX_CLUSTER; part++) {
@@ -645,10 +645,9 @@ template <int COUNT>
 cudaError_t launch(
     const Variant (&variants)[COUNT], const void* w_map, const void* x_map, Shape p, int K, bool transposed, const Cut& cut, void* stream
 ) {
-    const auto log = [](int power) { return power >= 8 ? 3 : power / 2; };  // of 1, 2, 4, 8
-    p.split = cut.split, p.log_split = log(p.split), p.cast = cut.cast, p.log_cast = log(p.cast);
+    p.split = cut.split, p.cast = cut.cast, p.log_cast = p.cast >= MAX_CLUSTER ? 3 : p.cast / 2;  // of 1, 2, 4, 8
     p.stages = cut.stages, p.row_stages = row_stages(p.stages), p.k_blocks = (K + BK - 1) / BK;
-    if (p.N < 1 || p.M < 1 || K % 64 || p.k_blocks < p.split || p.split != 1 << p.log_split) return cudaErrorInvalidValue;
+    if (p.N < 1 || p.M < 1 || K % 64 || p.split < 1 || p.k_blocks < p.split) return cudaErrorInvalidValue;
     if (p.cast != 1 << p.log_cast || p.split * p.cast > MAX_CLUSTER) return cudaErrorInvalidValue;
     if (p.width < p.M || p.width % 8 || cut.clusters < 1 || p.stages < 2 || p.stages > MAX_STAGES) return cudaErrorInvalidValue;
     for (const Variant& v : variants) {

@@ -34,7 +34,7 @@ class TileConfig(NamedTuple):
 
     height    weight rows of a tile
     tile      rows of x of a tile
-    split     thread blocks that share a tile's K and add their sums in a fixed order: 1, 2, 4 or 8
+    split     thread blocks that share a tile's K and add their sums in a fixed order: 1, 2, 4 or 8; of 8-bit weights up to 8
     stages    stages of K on the way at once
     clusters  tiles worked on at once, each by `split` thread blocks; where split > 1, all are
     cast      of products with 8-bit weights: tiles whose thread blocks fetch for each other what they share, see cuda/quant/

@@ -20,6 +20,8 @@ FP8_TILES = {256: (64, 80, 96, 128, 160)}  # which are e4m3
 FORMATS = ("int8", "fp8")
 MAX_MAPS = 4096  # descriptions of x kept; beyond that they are made anew
 MAX_CLUSTER = 8  # thread blocks
+SPLITS = (1, 2, 3, 4, 6, 7, 8)
+CLUSTER_SMS = 15  # multiprocessors that share clusters, at least
 MAX_CONFIGS = 16  # offered for a product
 
 
@@ -153,7 +155,7 @@ def configs(N: int, M: int, K: int, batch: int, num_sms: int, fp8: bool) -> tupl
         if tile >= 2 * N and tile > (64 if fp8 else 16):
             continue
         steps = math.ceil(K / BK)
-        for cast, split in ((c, s) for c in (1, 2, 4) for s in (1, 2, 4, 8) if c * s <= MAX_CLUSTER):
+        for cast, split in ((c, s) for c in (1, 2, 4) for s in SPLITS if c * s <= MAX_CLUSTER):
             across = math.ceil(N / tile) if fp8 else math.ceil(M / height)
             if cast > 1 and (across % cast or (not fp8 and tile < 8 * cast)):
                 continue
@@ -173,9 +175,11 @@ def configs(N: int, M: int, K: int, batch: int, num_sms: int, fp8: bool) -> tupl
 def _time(config: TileConfig, tiles: int, steps: int, num_sms: int, blocks: int, fp8: bool) -> float:
     """Return the estimated us, by what an H200 multiplies, reads from memory (weights) and from the L2 cache."""
     height, tile, split, cast = *config[:3], config.cast
-    usable = num_sms * (0.9 if blocks * 4 <= split * cast else 1)  # clusters lie within some 16 multiprocessors
-    rounds = math.ceil(tiles * split / (usable * blocks))
-    sharing = min(blocks, math.ceil(tiles * split / rounds / usable))  # thread blocks of a multiprocessor
+    cluster, at_once = split * cast, num_sms * blocks
+    if cluster > 2:
+        at_once = num_sms // CLUSTER_SMS * (blocks * CLUSTER_SMS // cluster * cluster)
+    rounds = math.ceil(tiles * split / at_once)
+    sharing = min(blocks, math.ceil(tiles * split / rounds / num_sms))  # thread blocks of a multiprocessor
     weights, rows = height * BK, tile * BK * (1 if fp8 else 2)
     cached = weights / cast + rows if fp8 else weights + rows / cast
     step = max(height * tile * BK / (5e6 if fp8 else 2.9e6), weights / 31e3 / max(1, tile / 128), cached / 54e3) * sharing
