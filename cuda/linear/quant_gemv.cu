@@ -114,36 +114,38 @@ __device__ __forceinline__ uint32_t finish(
 // The warps in turn finish a tile, number `count` of a block. With a mask, one warp sees to all tokens.
 template <int HALVES>
 __device__ __forceinline__ void finish_in_turn(
-    const Parts<HALVES>& parts, int count, const Product& p, int first_row, int num_tokens, float low_scale, float high_scale,
-    uint16_t* active_mask, int warp, int lane
+    const Parts<HALVES>& parts, int count, const Product& p, int first_row, int num_tokens, float unit, float low_scale,
+    float high_scale, uint16_t* active_mask, int warp, int lane
 ) {
     if (active_mask) {
         if (warp != count % WARPS) return;
         uint32_t on = 0;
 #pragma unroll
-        for (int h = 0; h < HALVES; h++) on |= finish<HALVES>(parts, h, p, first_row, num_tokens, low_scale, high_scale, lane);
+        for (int h = 0; h < HALVES; h++)
+            on |= finish<HALVES>(parts, h, p, first_row, num_tokens, unit * low_scale, unit * high_scale, lane);
         if (lane == 0) active_mask[first_row / ROWS] = uint16_t(on);
     } else {
         const int half = (warp - count * HALVES) & (WARPS - 1);
-        if (half < HALVES) finish<HALVES>(parts, half, p, first_row, num_tokens, low_scale, high_scale, lane);
+        if (half < HALVES) finish<HALVES>(parts, half, p, first_row, num_tokens, unit * low_scale, unit * high_scale, lane);
     }
 }
 
+// Of a row, but for the unit. Nothing is done with it yet: it comes while the tile is worked on.
 template <int FORMAT>
 __device__ __forceinline__ float scale_of(const Product& p, int row) {
-    return grouped(FORMAT) || !p.scales ? 1.f : unit<FORMAT>() * static_cast<const float*>(p.scales)[min(row, p.rows - 1)];
+    return grouped(FORMAT) ? 1.f : static_cast<const float*>(p.scales)[min(row, p.rows - 1)];
 }
 
 // A stage of the ring: of each of a tile's rows so many values of k, plane by plane, and all of its groups' scales. A plane is
 // chunks of [ROWS, 128 bytes], piece i of 16 bytes of row r at i ^ r % 8, as the copy engine leaves them. With rows in the order of `row_of`
 // a load meets no bank twice, whether lanes that are served together have two rows or four.
-constexpr int LOWER = 1024, HALF_PIECE = LOWER / 2;  // bytes of a row in the first plane, values of an fp16 product
 constexpr int CHUNK = 128, CHUNK_BYTES = ROWS * CHUNK;
 static_assert(MOST_BLOCKS * WARPS * 2 <= CHUNK);  // scales of a row
 template <int FORMAT>
 struct Stage {
-    static constexpr int PIECE = wide_codes(FORMAT) ? LOWER : 2 * LOWER;  // values
-    static constexpr int BLOCKS = PIECE / BLOCK / WARPS;                  // to a warp
+    static constexpr int LOWER = upper_bytes(FORMAT, BLOCK) ? 1024 : 2048;  // bytes of a row in the first plane
+    static constexpr int PIECE = wide_codes(FORMAT) ? LOWER : 2 * LOWER, BLOCKS = PIECE / BLOCK / WARPS;  // values; blocks to a warp
+    static constexpr int PLAIN_PIECE = LOWER / 2, PLAIN_BLOCKS = PLAIN_PIECE / BLOCK / WARPS;             // of fp16
     static constexpr int BESIDE = ROWS * LOWER;
     static constexpr int BESIDE_BYTES = ROWS * (grouped(FORMAT) ? CHUNK : upper_bytes(FORMAT, PIECE));
     static constexpr int BYTES = BESIDE + BESIDE_BYTES;
@@ -201,13 +203,13 @@ __device__ __forceinline__ void stream(const Shares& shares, const Maps& maps, i
             // The matrices of codes lie behind one another, and so do those of fp16, whose heights are whole tiles.
             const int row = plain ? (ahead - coded) * ROWS : i * all.item[i].rows + (ahead - all.first_tile[i]) * ROWS;
             uint8_t* const to = ring + to_stage * S::BYTES;
-            expect_bytes(full + to_stage, plain ? ROWS * LOWER : S::BYTES);
-            copy_box(to, plain ? maps.plain : maps.codes, full + to_stage, READ_ONCE, 0, row, ahead_piece * (LOWER / CHUNK));
+            expect_bytes(full + to_stage, plain ? ROWS * S::LOWER : S::BYTES);
+            copy_box(to, plain ? maps.plain : maps.codes, full + to_stage, READ_ONCE, 0, row, ahead_piece * (S::LOWER / CHUNK));
             if (S::BESIDE_BYTES && !plain)
                 copy_box(to + S::BESIDE, maps.beside, full + to_stage, READ_ONCE, 0, row,
                          grouped(FORMAT) ? 0 : ahead_piece * (S::BESIDE_BYTES / CHUNK_BYTES));
         }
-        if (++ahead_piece * (plain ? HALF_PIECE : S::PIECE) >= width) ahead++, ahead_piece = 0;
+        if (++ahead_piece * (plain ? S::PLAIN_PIECE : S::PIECE) >= width) ahead++, ahead_piece = 0;
     };
     for (int s = 0; s < STAGES; s++) fetch(s, threadIdx.x == 0);
     // A stage has been used by this warp. The one before, which by now all have used, is filled again, by the warps in turn.
@@ -281,16 +283,18 @@ __device__ __forceinline__ void stream(const Shares& shares, const Maps& maps, i
         float sum[2][HALVES][4] = {};
         if (plain) {
 #pragma unroll
-            for (int n = 0; n < MOST_BLOCKS; n++) {
-                if (n * HALF_PIECE >= width) break;
+            for (int n = 0; n < MOST_BLOCKS; n += S::PLAIN_BLOCKS) {
+                if (n * WARPS * BLOCK >= width) break;
                 wait(full + stage, parity);
                 const uint8_t* const at = own_rows + stage * S::BYTES + warp * CHUNK_BYTES;
 #pragma unroll
-                for (int w = 0; w < 2; w++) {
-                    const uint8_t* const piece = at + ((w * 4 + quarter) ^ own) * 16;
-                    multiply<HALVES>(sum[w], *reinterpret_cast<const uint4*>(piece),
-                                     *reinterpret_cast<const uint4*>(piece + 8 * CHUNK), x[n][w]);
-                }
+                for (int s = 0; s < S::PLAIN_BLOCKS; s++)
+#pragma unroll
+                    for (int w = 0; w < 2; w++) {
+                        const uint8_t* const piece = at + s * WARPS * CHUNK_BYTES + ((w * 4 + quarter) ^ own) * 16;
+                        multiply<HALVES>(sum[w], *reinterpret_cast<const uint4*>(piece),
+                                         *reinterpret_cast<const uint4*>(piece + 8 * CHUNK), x[n + s][w]);
+                    }
                 release();
             }
         } else {
@@ -301,6 +305,7 @@ __device__ __forceinline__ void stream(const Shares& shares, const Maps& maps, i
                 const uint8_t* const at = own_rows + stage * S::BYTES;
 #pragma unroll
                 for (int s = 0; s < S::BLOCKS; s++) {
+                    if (s > 0 && s % 4 == 0 && (n + s) * WARPS * BLOCK >= width) break;
                     const int block = s * WARPS + warp;  // beyond K, zeros meet zeros
                     float low = 1.f, high = 1.f;
                     if constexpr (grouped(FORMAT)) {
@@ -313,8 +318,8 @@ __device__ __forceinline__ void stream(const Shares& shares, const Maps& maps, i
         }
         leave_sums<HALVES>(parts[flip], sum, warp, lane);
         sync_threads(1, WARPS * LANES);
-        finish_in_turn<HALVES>(parts[flip], tile - first, p, first_row, all.num_tokens, low_scale, high_scale, shares.active_mask, warp,
-                               lane);
+        finish_in_turn<HALVES>(parts[flip], tile - first, p, first_row, all.num_tokens, plain ? 1.f : unit<FORMAT>(), low_scale,
+                               high_scale, shares.active_mask, warp, lane);
         flip ^= 1;
     }
 }
@@ -431,7 +436,8 @@ __global__ __launch_bounds__(WARPS * LANES, 2) void few_codes(const __grid_const
 
             leave_sums<HALVES>(parts[flip], sum, warp, lane);
             __syncthreads();
-            finish_in_turn<HALVES>(parts[flip], count, p, first_row, all.num_tokens, scale_of<FORMAT>(p, first_row + row_of(group)),
+            finish_in_turn<HALVES>(parts[flip], count, p, first_row, all.num_tokens, unit<FORMAT>(),
+                                   scale_of<FORMAT>(p, first_row + row_of(group)),
                                    scale_of<FORMAT>(p, first_row + row_of(group) + 8), active_mask, warp, lane);
 #pragma unroll
             for (int w = 0; w < 2; w++)
@@ -465,8 +471,8 @@ constexpr int MOST_BYTES = 227 << 10;  // of shared memory of a block of Hopper
 
 template <int FORMAT, int HALVES>
 int start_beside(const Products& all, const Maps& maps, const Pairs& pairs, int blocks, int overlap, void* stream) {
-    constexpr int DEEP = 10, BYTES = stream_bytes<FORMAT, HALVES>(DEEP);
-    static_assert(BYTES + 1024 <= MOST_BYTES);
+    constexpr int DEEP = (MOST_BYTES - 1024 - stream_bytes<FORMAT, HALVES>(0)) / Stage<FORMAT>::BYTES;
+    constexpr int BYTES = stream_bytes<FORMAT, HALVES>(DEEP);
     const auto kernel = stream_beside_pairs<FORMAT, HALVES, DEEP>;
     static const cudaError_t prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MOST_BYTES - 1024);
     if (prepared) return prepared;
@@ -503,7 +509,7 @@ template <int FORMAT>
 int describe(Maps& maps, const void* values, const void* scales, int rows, int width, const void* plain, int pairs) {
     using S = Stage<FORMAT>;
     const int pitch = row_bytes(FORMAT, width), lower = lower_bytes(FORMAT, width), upper = upper_bytes(FORMAT, width);
-    int error = describe_plane(&maps.codes, values, rows, pitch, lower, LOWER / CHUNK);
+    int error = describe_plane(&maps.codes, values, rows, pitch, lower, S::LOWER / CHUNK);
     if (!error && upper)
         error = describe_plane(&maps.beside, static_cast<const uint8_t*>(values) + lower, rows, pitch, upper,
                                S::BESIDE_BYTES / CHUNK_BYTES);
@@ -512,7 +518,7 @@ int describe(Maps& maps, const void* values, const void* scales, int rows, int w
         const uint32_t box[] = {CHUNK / 2, ROWS, 1};
         error = describe_tensor(&maps.beside, scales, 3, sizes, strides, box);
     }
-    return error || !plain ? error : describe_plane(&maps.plain, plain, pairs, 2 * width, 2 * width, LOWER / CHUNK);
+    return error || !plain ? error : describe_plane(&maps.plain, plain, pairs, 2 * width, 2 * width, S::LOWER / CHUNK);
 }
 
 // Adds `problems` stacked matrices to `all`, each with its x and out.
