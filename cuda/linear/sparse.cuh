@@ -34,35 +34,46 @@ __device__ __forceinline__ T load_if(const T* p, bool wanted) {  // no branch, s
     }
 }
 
-// Eight neighbouring columns of a unit's row.
+// Some neighbouring columns of a unit's row.
 template <int FORMAT>
-struct Eight {
-    static constexpr int AT_ONCE = 16;  // rows on their way
-    uint2 codes;
-    uint32_t upper;
+struct Some {
+    static constexpr int COLUMNS = 16, AT_ONCE = wide_codes(FORMAT) ? 6 : 8;  // rows on their way
+    static constexpr int WORDS = wide_codes(FORMAT) ? 4 : 2;
+    uint32_t codes[WORDS], upper;
     __half scale;
 
     __device__ __forceinline__ void load(const void* weight, const void* scales, int64_t unit, int width, int column, bool wanted) {
         const uint8_t* const row = static_cast<const uint8_t*>(weight) + unit * row_bytes(FORMAT, width);
-        if constexpr (wide_codes(FORMAT)) codes = load_if(reinterpret_cast<const uint2*>(row + column), wanted);
-        else codes.x = load_if(reinterpret_cast<const uint32_t*>(row + column / 2), wanted);
+        if constexpr (wide_codes(FORMAT)) {
+            const uint4 v = load_weights_if(reinterpret_cast<const __half*>(row + column), wanted);
+            codes[0] = v.x, codes[1] = v.y, codes[2] = v.z, codes[3] = v.w;
+        } else {
+            const uint2 v = load_if(reinterpret_cast<const uint2*>(row + column / 2), wanted);
+            codes[0] = v.x, codes[1] = v.y;
+        }
         const uint8_t* const second = row + lower_bytes(FORMAT, width);
         if constexpr (FORMAT == FP6) upper = load_if(reinterpret_cast<const uint32_t*>(second) + column / 16, wanted);
         if constexpr (FORMAT == FP5) upper = load_if(reinterpret_cast<const uint16_t*>(second) + column / 16, wanted);
         if constexpr (grouped(FORMAT))
             scale = __ushort_as_half(load_if(static_cast<const uint16_t*>(scales) + (unit * width + column) / BLOCK, wanted));
     }
-    __device__ __forceinline__ void add(float (&sum)[8], float strength, int column) const {
+    __device__ __forceinline__ void add(float (&sum)[COLUMNS], float strength) const {
         if constexpr (wide_codes(FORMAT)) {
-            const uint2 a = decode_bytes<FORMAT>(codes.x), b = decode_bytes<FORMAT>(codes.y);
-            add_pair(sum[0], sum[1], a.x, strength), add_pair(sum[2], sum[3], a.y, strength);
-            add_pair(sum[4], sum[5], b.x, strength), add_pair(sum[6], sum[7], b.y, strength);
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) {
+                const uint2 v = decode_bytes<FORMAT>(codes[i]);
+                add_pair(sum[4 * i], sum[4 * i + 1], v.x, strength), add_pair(sum[4 * i + 2], sum[4 * i + 3], v.y, strength);
+            }
         } else {
             if constexpr (grouped(FORMAT)) strength *= __half2float(scale);
             const uint32_t above = FORMAT == FP5 ? spread_signs(upper) : upper;
-            const uint4 v = decode_nibbles<FORMAT>(codes.x, above, column / 8 % 2 * 4);
-            add_pair(sum[0], sum[4], v.x, strength), add_pair(sum[1], sum[5], v.y, strength);
-            add_pair(sum[2], sum[6], v.z, strength), add_pair(sum[3], sum[7], v.w, strength);
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) {
+                const uint4 v = decode_nibbles<FORMAT>(codes[i], above, 4 * i);
+                float* const to = sum + 8 * i;
+                add_pair(to[0], to[4], v.x, strength), add_pair(to[1], to[5], v.y, strength);
+                add_pair(to[2], to[6], v.z, strength), add_pair(to[3], to[7], v.w, strength);
+            }
         }
     }
     static __device__ __forceinline__ void add_pair(float& a, float& b, uint32_t pair, float strength) {
@@ -76,14 +87,14 @@ struct Eight {
 };
 
 template <>
-struct Eight<PLAIN> {
-    static constexpr int AT_ONCE = 8;
+struct Some<PLAIN> {
+    static constexpr int COLUMNS = 8, AT_ONCE = 8;
     uint4 halves;
 
     __device__ __forceinline__ void load(const void* weight, const void*, int64_t unit, int width, int column, bool wanted) {
         halves = load_weights_if(static_cast<const __half*>(weight) + column + unit * width, wanted);
     }
-    __device__ __forceinline__ void add(float (&sum)[8], float strength, int) const {
+    __device__ __forceinline__ void add(float (&sum)[COLUMNS], float strength) const {
         const __half2* pairs = reinterpret_cast<const __half2*>(&halves);
 #pragma unroll
         for (int c = 0; c < 4; c++) {
@@ -106,21 +117,21 @@ __device__ __forceinline__ void send(float* to, float value, uint64_t* barrier, 
 
 // Every block has one token: rows that several tokens need come from L2 for all but the first.
 //
-// The blocks of a cluster share the units of 8 * `lanes` columns. A block lists those of its part that are on; its workers, of
-// `lanes` lanes with 8 columns each, deal the list out among themselves.
+// The blocks of a cluster share the units of some columns. A block lists those of its part that are on; its workers, of `lanes`
+// lanes with 8 or 16 columns each, deal the list out among themselves.
 constexpr int SPARSE_THREADS = 512, SPARSE_WARPS = SPARSE_THREADS / LANES;
 
 template <int FORMAT>
 __global__ __launch_bounds__(SPARSE_THREADS, 2) void sparse_ffn(const __half* hidden, const void* weight, const void* scales,
                                                                     __half* out, int num_tokens, int units, int width, int lanes,
                                                                     int splits) {
-    constexpr int AT_ONCE = Eight<FORMAT>::AT_ONCE;
+    constexpr int AT_ONCE = Some<FORMAT>::AT_ONCE, COUNT = Some<FORMAT>::COLUMNS;
     __shared__ int2 list[4 * SPARSE_THREADS];  // of units that are on, each with its value as fp32 bits
     __shared__ int counts[SPARSE_WARPS];
     __shared__ __align__(16) float parts[SPARSE_WARPS * 256];  // [SPARSE_WARPS, columns]
     __shared__ float gathered[256];                            // [splits, columns / splits]
     release_next();
-    const int columns = lanes * 8, each = columns / splits;
+    const int columns = lanes * COUNT, each = columns / splits;
 #if __CUDA_ARCH__ >= 900
     __shared__ uint64_t complete;
     if (threadIdx.x == 0) {
@@ -135,10 +146,10 @@ __global__ __launch_bounds__(SPARSE_THREADS, 2) void sparse_ffn(const __half* hi
     const int rank = blockIdx.x % splits, token = blockIdx.x / splits % num_tokens, block = blockIdx.x / splits / num_tokens;
     const int share = ((units + splits - 1) / splits + 3) / 4 * 4;
     const int begin = min(rank * share, units), end = min(begin + share, units);
-    const int column = (block * lanes + lane) * 8;
+    const int column = (block * lanes + lane) * COUNT;
     wait_for_previous();
 
-    float sum[8] = {};
+    float sum[COUNT] = {};
     for (int round = begin; round < end; round += 4 * SPARSE_THREADS) {
         const int unit = round + 4 * threadIdx.x;
         uint2 raw = make_uint2(0, 0);
@@ -168,7 +179,7 @@ __global__ __launch_bounds__(SPARSE_THREADS, 2) void sparse_ffn(const __half* hi
                 list[at++] = make_int2(unit + i, __float_as_int(__half2float(__ushort_as_half(uint16_t(value[i])))));
         __syncthreads();
         for (int first = 0; first < total; first += AT_ONCE * workers) {
-            Eight<FORMAT> w[AT_ONCE];
+            Some<FORMAT> w[AT_ONCE];
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++) {
                 const int entry = first + j * workers + worker;
@@ -178,18 +189,18 @@ __global__ __launch_bounds__(SPARSE_THREADS, 2) void sparse_ffn(const __half* hi
             for (int j = 0; j < AT_ONCE; j++) {
                 const int entry = first + j * workers + worker;
                 const float strength = entry < total ? __int_as_float(list[entry].y) : 0.f;
-                w[j].add(sum, strength, column);
+                w[j].add(sum, strength);
             }
         }
     }
     // Add up the workers: within a warp, then the warps of the block in order, then the blocks of the cluster in order.
     for (int d = lanes; d < LANES; d *= 2)
 #pragma unroll
-        for (int c = 0; c < 8; c++) sum[c] += __shfl_xor_sync(ALL, sum[c], d);
+        for (int c = 0; c < COUNT; c++) sum[c] += __shfl_xor_sync(ALL, sum[c], d);
     if (threadIdx.x % LANES < lanes) {
-        float4* to = reinterpret_cast<float4*>(parts + warp * columns + lane * 8);
-        to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-        to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+        float4* to = reinterpret_cast<float4*>(parts + warp * columns + lane * COUNT);
+#pragma unroll
+        for (int c = 0; c < COUNT; c += 4) to[c / 4] = make_float4(sum[c], sum[c + 1], sum[c + 2], sum[c + 3]);
     }
     __syncthreads();
 #if __CUDA_ARCH__ >= 900
@@ -216,7 +227,7 @@ __global__ __launch_bounds__(SPARSE_THREADS, 2) void sparse_ffn(const __half* hi
         float total = 0.f;
         for (int s = 0; s < splits; s++) total += gathered[s * each + threadIdx.x];
         const int at = block * columns + rank * each + threadIdx.x;
-        out[int64_t(token) * width + at] = __float2half_rn(total * Eight<FORMAT>::scale_of(scales, at));
+        out[int64_t(token) * width + at] = __float2half_rn(total * Some<FORMAT>::scale_of(scales, at));
     }
 }
 
@@ -224,10 +235,11 @@ template <int FORMAT>
 cudaError_t start_sparse(const void* hidden, const void* weight, const void* scales, void* out, int num_tokens, int units, int width,
                          int overlap, void* stream) {
     if (units % 4 || width % 64) return cudaErrorInvalidValue;
-    int lanes = 32;  // as many as leave most multiprocessors with a block
-    while (lanes > 8 && (width % (lanes * 8) || width / (lanes * 8) * CLUSTER < device().processors * 3 / 4)) lanes /= 2;
+    int columns = 256;  // as many as leave most multiprocessors with a block
+    while (columns > 64 && (width % columns || width / columns * CLUSTER < device().processors * 3 / 4)) columns /= 2;
+    const int lanes = columns / Some<FORMAT>::COLUMNS;
     const int splits = device().clusters ? CLUSTER : 1;
-    const unsigned blocks = width / (lanes * 8) * num_tokens * splits;
+    const unsigned blocks = width / columns * num_tokens * splits;
     return start(sparse_ffn<FORMAT>, {blocks, SPARSE_THREADS, cudaStream_t(stream), overlap, splits},
                  static_cast<const __half*>(hidden), weight, scales, static_cast<__half*>(out), num_tokens, units, width, lanes, splits);
 }
