@@ -131,6 +131,19 @@ def test_a_session_that_another_server_has_is_waited_for(servers):
     assert caught.value.code == "session_busy"
 
 
+def test_a_turn_that_waited_may_take_its_time(servers):
+    a, b = servers.start(), servers.start(wait_seconds=0.4)
+    lease = a.lease("s")
+    waiting = b.ask(Session(name="s"))
+    time.sleep(0.1)
+    a.commit(lease, snapshot(1))
+    turn = take(waiting)
+    time.sleep(0.5)
+    with pytest.raises(queue.Empty):
+        waiting.get_nowait()
+    assert b.commit(turn, snapshot(2)).version == 2
+
+
 def test_a_turn_that_wrote_nothing_lets_go_of_its_session(servers):
     a, b = servers.start(), servers.start(wait_seconds=30.0)
     a.lease("new").release()

@@ -28,7 +28,7 @@ class Claims:
                 return False
             newest = claim.version, claim.updated
             with self._shared.lock:
-                lease.claim = claim
+                lease.claim, lease.deadline = claim, math.inf
                 if not self._leases.is_wanted(lease):
                     self._leases.give_back(lease)
                     return False

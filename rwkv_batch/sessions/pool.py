@@ -7,7 +7,7 @@ the host - happens in one storage thread, so no step ever waits for it.
     level  where                    by default     what happens to the oldest
     L1     device memory            16 sessions    to L2
     L2     host memory              32 sessions    dropped, for it is on disk; written first when it is not yet
-    DB     SQLite, `--state-db`     no limit
+    DB     SQLite, `--state-db`     no limit                  (or PostgreSQL, which servers share: a turn is claimed there)
 
 `durability` says when a turn is acknowledged: "log" after its ids are on disk, which lead to its state from the one before;
 "turn" after its state is; "relaxed" at once, and it is on disk within `relaxed_seconds`, so while the disk takes none no more

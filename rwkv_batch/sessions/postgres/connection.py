@@ -19,7 +19,7 @@ log = logging.getLogger("rwkv_batch.sessions.postgres")
 CONNECT_SECONDS = 3
 RETRY_SECONDS = 0.25  # after the database could not be reached, until it is tried again
 PATIENCE_SECONDS = 3.0  # that a statement waits for it; while it stays away the next ones are refused at once
-LOCK_MILLISECONDS = 1000  # what waits longer for a row is refused, and may be tried again
+LOCK_MILLISECONDS = 500  # what waits longer for a row is refused, and may be tried again; signs of life wait behind it
 STATEMENT_MILLISECONDS = 10_000
 DEFAULTS = {  # where the URL says nothing else; a network that takes packets and gives none is noticed
     "connect_timeout": CONNECT_SECONDS,
