@@ -35,7 +35,8 @@ PRODUCTS: dict[str, tuple[Product, ...]] = {  # of these ops
     "logits": ("head",),
 }
 TOLERANCE = 1e-2  # relative RMS; fp16 rounding between kernels leaves about 1e-3
-TOLERANCES = dict.fromkeys((Method.FP8, Method.FP8_CUBLAS), 0.12)  # of products whose tokens are rounded to e4m3
+# Of products whose tokens are rounded to e4m3: with that rounding alone, in plain torch, time_mix differs by up to 0.12 here.
+TOLERANCES = dict.fromkeys((Method.FP8, Method.FP8_CUBLAS), 0.25)
 WIDTH, VOCAB, RANKS = 256, 512, (32, 32, 16, 64)
 QUANT_WIDTH = 1024  # of quantised models: narrow ones are read by other kernels than those of use
 SLOTS = 100
