@@ -91,6 +91,12 @@ __device__ __forceinline__ void copy_box_to_all(
         : "memory");
 }
 
+// Ask for the box at (c0, c1, c2) of a tensor map to be brought into the L2 cache.
+__device__ __forceinline__ void prefetch_box(const CUtensorMap& map, int c0, int c1, int c2) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(c0), "r"(c1), "r"(c2)
+                 : "memory");
+}
+
 // Fetch a tensor map before its first use.
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");

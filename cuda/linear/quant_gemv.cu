@@ -156,7 +156,7 @@ struct Maps {
     CUtensorMap codes, beside, plain;
 };
 
-// One block a multiprocessor, every one with its share of the bytes of all tiles. Weights come in a ring of stages; the warps
+// One block or two a multiprocessor, every one with its share of the bytes of all tiles. Weights come in a ring of stages; the warps
 // keep their part of x in registers, and add up their sums at a tile's end.
 //
 // All products have the same K. Quantised ones come first, with `coded` tiles; a tile of fp16 counts as `weight` of them.
@@ -173,6 +173,8 @@ struct Shares {
 };
 template <int FORMAT, int HALVES>
 constexpr int stream_bytes(int stages) { return 1024 + stages * Stage<FORMAT>::BYTES + 2 * int(sizeof(Parts<HALVES>)); }
+
+constexpr int AHEAD_BYTES = 160 << 10;  // that a thread block asks for beyond its ring; of all blocks, half of the L2 cache
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int FORMAT, int HALVES, int STAGES>
@@ -195,13 +197,19 @@ __device__ __forceinline__ void stream(const Shares& shares, const Maps& maps, i
     int stage = 0, parity = 0, step = 0;
     // What is asked for next: a piece of a tile. All threads keep count; `mine` says who asks.
     int ahead = first, ahead_piece = 0;
+    auto row_of_tile = [&](int tile) {
+        // The matrices of codes lie behind one another, and so do those of fp16, whose heights are whole tiles.
+        const int i = all.of(tile);
+        return tile >= coded ? (tile - coded) * ROWS : i * all.item[i].rows + (tile - all.first_tile[i]) * ROWS;
+    };
+    auto advance = [&](int& tile, int& piece) {
+        if (++piece * (tile >= coded ? S::PLAIN_PIECE : S::PIECE) >= width) tile++, piece = 0;
+    };
     auto fetch = [&](int to_stage, bool mine) {
         if (ahead >= last) return;
         const bool plain = ahead >= coded;
         if (mine) {
-            const int i = all.of(ahead);
-            // The matrices of codes lie behind one another, and so do those of fp16, whose heights are whole tiles.
-            const int row = plain ? (ahead - coded) * ROWS : i * all.item[i].rows + (ahead - all.first_tile[i]) * ROWS;
+            const int row = row_of_tile(ahead);
             uint8_t* const to = ring + to_stage * S::BYTES;
             expect_bytes(full + to_stage, plain ? ROWS * S::LOWER : S::BYTES);
             copy_box(to, plain ? maps.plain : maps.codes, full + to_stage, READ_ONCE, 0, row, ahead_piece * (S::LOWER / CHUNK));
@@ -209,9 +217,15 @@ __device__ __forceinline__ void stream(const Shares& shares, const Maps& maps, i
                 copy_box(to + S::BESIDE, maps.beside, full + to_stage, READ_ONCE, 0, row,
                          grouped(FORMAT) ? 0 : ahead_piece * (S::BESIDE_BYTES / CHUNK_BYTES));
         }
-        if (++ahead_piece * (plain ? S::PLAIN_PIECE : S::PIECE) >= width) ahead++, ahead_piece = 0;
+        advance(ahead, ahead_piece);
     };
     for (int s = 0; s < STAGES; s++) fetch(s, threadIdx.x == 0);
+    // What follows comes as far as the L2 cache while x is waited for: the memory has nothing else to do.
+    if (threadIdx.x == 0)
+        for (int tile = ahead, piece = ahead_piece, bytes = 0; tile < last && bytes < AHEAD_BYTES; bytes += ROWS * S::LOWER) {
+            prefetch_box(tile >= coded ? maps.plain : maps.codes, 0, row_of_tile(tile), piece * (S::LOWER / CHUNK));
+            advance(tile, piece);
+        }
     // A stage has been used by this warp. The one before, which by now all have used, is filled again, by the warps in turn.
     auto release = [&] {
         __syncwarp();
@@ -457,13 +471,13 @@ template <int FORMAT, int HALVES>
 constexpr int STAGES = ((HALVES == 1 ? 113 << 10 : 160 << 10) - stream_bytes<FORMAT, HALVES>(0)) / Stage<FORMAT>::BYTES;
 
 template <int FORMAT, int HALVES>
-int start_stream(const Products& all, int coded, uint16_t* active_mask, const Maps& maps, int overlap, void* stream) {
+int start_stream(const Products& all, int coded, uint16_t* active_mask, const Maps& maps, int blocks, int overlap, void* stream) {
     const auto kernel = stream_codes<FORMAT, HALVES, STAGES<FORMAT, HALVES>>;
     constexpr int BYTES = stream_bytes<FORMAT, HALVES>(STAGES<FORMAT, HALVES>);
     static const cudaError_t prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
     if (prepared) return prepared;
-    const unsigned blocks = min(all.tiles, device().processors);
-    return start(kernel, {blocks, WARPS * LANES, cudaStream_t(stream), overlap, 1, BYTES},
+    const unsigned grid = min(all.tiles, blocks ? blocks : device().processors);
+    return start(kernel, {grid, WARPS * LANES, cudaStream_t(stream), overlap, 1, BYTES},
                  Shares{all, coded, PLAIN_WEIGHT<FORMAT>, active_mask}, maps);
 }
 
@@ -543,10 +557,10 @@ extern "C" int rwkv_lora_down(const void* mixed, const void* lora_down, void* hi
 
 // out [P, N, M of out_stride] = x [P, N, K] weight [P, M, K]^T, N <= 16, P <= 7, K a multiple of 64.
 // active_mask: null, or with a squared ReLU, P = 1 and M a multiple of 32, where to write M bits, 32 to a word, that say which
-// columns of out are not all zeros.
+// columns of out are not all zeros. blocks: thread blocks, 0 = one to a multiprocessor, where the kernel has a choice.
 RWKV_EXPORT int rwkv_quant_gemv(const void* x, const void* values, const void* scales, void* out, void* active_mask, int format,
-                                int problems, int num_tokens, int rows, int width, int out_stride, int activation, int overlap,
-                                void* stream) {
+                                int problems, int num_tokens, int rows, int width, int out_stride, int activation, int blocks,
+                                int overlap, void* stream) {
     if (num_tokens > MAX_FEW || problems > MAX_PRODUCTS || width % BLOCK) return cudaErrorInvalidValue;
     if (active_mask && (activation != RELU_SQUARE || problems != 1 || rows % 32)) return cudaErrorInvalidValue;
     uint16_t* const mask = static_cast<uint16_t*>(active_mask);
@@ -558,14 +572,14 @@ RWKV_EXPORT int rwkv_quant_gemv(const void* x, const void* values, const void* s
         if (!streams(FORMAT, scales, width)) return start_few<FORMAT>(all, mask, overlap, stream);
         Maps maps{};
         if (const int error = describe<FORMAT>(maps, values, scales, problems * rows, width, nullptr, 0)) return error;
-        return (num_tokens <= 8 ? start_stream<FORMAT, 1> : start_stream<FORMAT, 2>)(all, all.tiles, mask, maps, overlap, stream);
+        return (num_tokens <= 8 ? start_stream<FORMAT, 1> : start_stream<FORMAT, 2>)(all, all.tiles, mask, maps, blocks, overlap, stream);
     });
 }
 
 // rkv [3, N, C] and hidden [N, R] in one launch where that can be, N <= 16: mixed [6, N, C], weight [3, C, C], lora_down [R, C] fp16.
 RWKV_EXPORT int rwkv_quant_project(const void* mixed, const void* values, const void* scales, const void* lora_down, void* rkv,
                                    void* hidden, int format, int num_tokens, int width, int rank_w, int rank_a, int rank_v,
-                                   int rank_g, int overlap, void* stream) {
+                                   int rank_g, int blocks, int overlap, void* stream) {
     if (num_tokens > MAX_FEW || width % BLOCK) return cudaErrorInvalidValue;
     Products all;
     all.num_tokens = num_tokens;
@@ -583,7 +597,7 @@ RWKV_EXPORT int rwkv_quant_project(const void* mixed, const void* values, const 
         Maps maps{};
         const int rank = rank_w + rank_a + rank_v + rank_g;
         if (const int error = describe<FORMAT>(maps, values, scales, 3 * width, width, lora_down, rank)) return error;
-        return (num_tokens <= 8 ? start_stream<FORMAT, 1> : start_stream<FORMAT, 2>)(all, coded, nullptr, maps, overlap, stream);
+        return (num_tokens <= 8 ? start_stream<FORMAT, 1> : start_stream<FORMAT, 2>)(all, coded, nullptr, maps, blocks, overlap, stream);
     });
 }
 

@@ -231,8 +231,10 @@ class KernelOps:
             kernels.inputs(mixed, matrix, lora, rkv, hidden, self._gates(lora), variant.config)
         elif variant.lora is LoraPlacement.FUSED_DOWN:
             if variant.method is Method.GEMV:
-                kernels, weight = self._few(layer.rkv)
-                kernels.project(mixed, weight, lora, rkv, hidden)
+                if layer.rkv.quant is None:
+                    self.linear.project(mixed, layer.rkv.weight, lora, rkv, hidden)
+                else:
+                    self.quant_linear.project(mixed, layer.rkv.quant, lora, rkv, hidden, config=variant.config)
             else:
                 self.gemm.project(mixed, layer.rkv.gemm, layer.gemm_lora, rkv, hidden, variant.config)
             self._lora_up(hidden, lora)
@@ -269,7 +271,8 @@ class KernelOps:
         if variant.method is Method.GEMV:
             if layer.ffn_key.quant is None:
                 return self.linear.gemv(x, layer.ffn_key.weight, out, relu_square=True)
-            return self.quant_linear.gemv(x, layer.ffn_key.quant, out, relu_square=True, active_mask=mask)
+            options = {"relu_square": True, "active_mask": mask, "config": variant.config}
+            return self.quant_linear.gemv(x, layer.ffn_key.quant, out, **options)
         if variant.method in QUANT_METHODS:
             self.many(variant, x, layer.ffn_key.quant, out, layer.ffn_key.weight, relu_square=True, active_mask=mask)
             if variant.method is Method.FP8_CUBLAS and not self._squares_late(len(x), layer):
@@ -308,9 +311,10 @@ class KernelOps:
         self._multiply(self.variant(name, len(x), matrix), x, matrix, out)
 
     def _multiply(self, variant: Variant, x: Tensor, matrix: MatrixKernels, out: Tensor) -> None:
-        kernels, weight = self._few(matrix)
+        if variant.method is Method.GEMV and matrix.quant is None:
+            return self.linear.gemv(x, matrix.weight, out)
         if variant.method is Method.GEMV:
-            return kernels.gemv(x, weight, out)
+            return self.quant_linear.gemv(x, matrix.quant, out, config=variant.config)
         if variant.method in QUANT_METHODS:
             return self.many(variant, x, matrix.quant, out, matrix.weight)
         self._make_dense(matrix)
@@ -392,17 +396,18 @@ class KernelOps:
             dense.append(Variant(Method.GEMM, self.gemm.tile_config(num_tokens, matrix.gemm)))
         if self.many is not None:
             dense += self.many.variants(num_tokens, matrix.quant)
-        few = num_tokens <= MAX_GEMV
+        few = [Variant(Method.GEMV, tile) for tile in self.quant_linear.configs(num_tokens)] if num_tokens <= MAX_GEMV else []
         if name == "rkv":
             places = (LoraPlacement.BEFORE, LoraPlacement.CONCURRENT)
-            found = [dataclasses.replace(variant, lora=place) for place in places for variant in dense + [GEMV] * few]
+            found = [dataclasses.replace(variant, lora=place) for place in places for variant in dense + few]
+            found += [dataclasses.replace(variant, lora=LoraPlacement.FUSED_DOWN) for variant in few]
             found += self.many.sparing_variants(num_tokens, matrix.quant, lora) if self.many else []
             tiles = self.quant_linear.inputs_configs(num_tokens, matrix.quant, lora)
-            return found + [GEMV_RKV] * few + [Variant(Method.GEMV, tile, LoraPlacement.FUSED) for tile in tiles]
+            return found + [Variant(Method.GEMV, tile, LoraPlacement.FUSED) for tile in tiles]
         if name == "ffn_value":
             masked = self.quant_linear.masked_ffn_fits(num_tokens, matrix.quant)
             return dense + [SPARSE] * (num_tokens <= MAX_SPARSE) + [MASKED] * masked
-        return dense + [GEMV] * few
+        return dense + few
 
     def _rkv_variants(self, num_tokens: int, layer: LayerKernels) -> list[Variant]:
         matrix, lora, gemm = layer.rkv.gemm, layer.lora, Method.GEMM

@@ -29,14 +29,14 @@ class QuantLinear:
     def __init__(self, launcher: Launcher, *, pdl: bool = False):
         self.launcher = launcher
         self.pdl = pdl
-        self._gemv = launcher.bind("rwkv_quant_gemv", *[POINTER] * 5, *[INT] * 8)
+        self._gemv = launcher.bind("rwkv_quant_gemv", *[POINTER] * 5, *[INT] * 9)
         properties = torch.cuda.get_device_properties(launcher.device)
         self.hopper, self.num_sms = properties.major == 9, properties.multi_processor_count
         self._inputs = launcher.bind("rwkv_quant_inputs", *[POINTER] * 15, *[INT] * 9)
         self._arrived = torch.zeros(self.num_sms + 1, dtype=torch.int64, device=launcher.device)  # thread blocks of `inputs`
         self._masked_ffn = launcher.bind("rwkv_quant_masked_ffn", *[POINTER] * 5, *[INT] * 5)
         self._sparse_ffn = launcher.bind("rwkv_quant_sparse_ffn", *[POINTER] * 4, *[INT] * 5)
-        self._project = launcher.bind("rwkv_quant_project", *[POINTER] * 6, *[INT] * 8)
+        self._project = launcher.bind("rwkv_quant_project", *[POINTER] * 6, *[INT] * 9)
 
     def gemv(
         self,
@@ -46,12 +46,14 @@ class QuantLinear:
         *,
         relu_square: bool = False,
         active_mask: Tensor | None = None,
+        config: TileConfig | None = None,
     ) -> None:
         """out [P, N, M] = x [P, N, K] matrix [P, M, K]^T; or without P. N <= 16, P <= 7.
 
         out          may have more columns than M, which stay as they are
         relu_square  out = min(max(out, 0)^2, 65504)
         active_mask  [M / 32] int32, with `relu_square` and without P: a bit for each column that is not all zeros
+        config       one of `configs`
         """
         lead, n = x.shape[:-2], x.shape[-2]
         self._check("x", x, (*lead, n, matrix.K))
@@ -64,9 +66,23 @@ class QuantLinear:
                 raise ValueError("active_mask: of one matrix with whole words of rows and a squared ReLU")
         pointers = map(pointer, (x, matrix.values, matrix.scales, out, active_mask))
         sizes = matrix.code, matrix.batch, n, matrix.M, matrix.K, out.shape[-1], int(relu_square)
-        self.launcher.launch(self._gemv, *pointers, *sizes, self.pdl)
+        self.launcher.launch(self._gemv, *pointers, *sizes, config.clusters if config else 0, self.pdl)
 
-    def project(self, mixed: Tensor, matrix: QuantMatrix, lora: Lora, rkv: Tensor, hidden: Tensor) -> None:
+    def configs(self, n: int) -> list[TileConfig | None]:
+        """Return ways to cut up `gemv` and `project` for N tokens: with a thread block to a multiprocessor, or two."""
+        pair = TileConfig(TILE_ROWS, 8, 1, 3, 2 * self.num_sms)
+        return [None, pair] if self.hopper and n <= 8 else [None]  # more tokens take the registers of two
+
+    def project(
+        self,
+        mixed: Tensor,
+        matrix: QuantMatrix,
+        lora: Lora,
+        rkv: Tensor,
+        hidden: Tensor,
+        *,
+        config: TileConfig | None = None,
+    ) -> None:
         """`gemv` of r, k, v and `Linear.lora_down` in one launch, where K allows: rkv [3, N, C] and hidden [N, R]; N <= 16.
 
         mixed [6, N, C] in the order r, k, v, w, a, g; `matrix` [3, C, C] of r, k, v.
@@ -78,7 +94,8 @@ class QuantLinear:
         if matrix.shape != (3, c, c) or matrix.transposed or not 0 < n <= MAX_GEMV:
             raise ValueError(f"project: {list(matrix.shape)} is not [3, {c}, {c}], or there are over {MAX_GEMV} tokens: {n}")
         pointers = map(pointer, (mixed, matrix.values, matrix.scales, lora.down, rkv, hidden))
-        self.launcher.launch(self._project, *pointers, matrix.code, n, c, *lora.ranks, self.pdl)
+        blocks = config.clusters if config else 0
+        self.launcher.launch(self._project, *pointers, matrix.code, n, c, *lora.ranks, blocks, self.pdl)
 
     def inputs(
         self,
