@@ -22,7 +22,7 @@ MAX_MAPS = 4096  # descriptions of x kept; beyond that they are made anew
 MAX_CLUSTER = 8  # thread blocks
 SPLITS = (1, 2, 3, 4, 6, 7, 8)
 CLUSTER_SMS = 15  # multiprocessors that share clusters, at least
-MAX_CONFIGS = 16  # offered for a product
+MAX_CONFIGS, MAX_CONFIGS_OF_MANY = 16, 8  # offered for a product, and above 64 rows, where the estimate is better
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +169,7 @@ def configs(N: int, M: int, K: int, batch: int, num_sms: int, fp8: bool) -> tupl
                 clusters = _even(tiles // cast, max(1, blocks * num_sms // cast))
                 config = TileConfig(height, tile, split, stages, clusters, cast)
                 found.append((_time(config, tiles, steps, num_sms, blocks, fp8), config))
-    return tuple(dict.fromkeys(config for _, config in sorted(found)))[:MAX_CONFIGS]
+    return tuple(dict.fromkeys(config for _, config in sorted(found)))[: MAX_CONFIGS if N <= 64 else MAX_CONFIGS_OF_MANY]
 
 
 def _time(config: TileConfig, tiles: int, steps: int, num_sms: int, blocks: int, fp8: bool) -> float:
