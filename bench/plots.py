@@ -6,6 +6,7 @@
 decode   tokens/s against rows for each size of model: ours without and with sampling, the best of Albatross's trees on the same
          weights in the same run, and the roofline of `bench/engine.py`
 latency  time to the first token and between tokens against requests at once, over HTTP
+fleet    what `bench/cluster/fleet.py` simulated: how calls are routed, and what comes after a loss, an upgrade, a cold start
 """
 
 import argparse
@@ -29,6 +30,8 @@ THEMES = {  # text, grid, then one colour for each line; 4.5 : 1 on the ground o
     "light": ("#1b1c25", "#d9dae3", ("#4f46e5", "#0f766e", "#c2410c", "#5a5d6e")),
     "dark": ("#ececf2", "#373b4a", ("#a5a1ff", "#5eead4", "#fdba74", "#a5a9bb")),
 }
+POLICIES = ("random", "two choices", "hash", "hash, 16 places", "bounded, 16 places", "bounded x 1.5", "bounded")
+EVENTS = ("loss", "upgrade", "cold start")
 LOADS = (("single", 1), ("singles_16", 16), ("streams", 320))  # entries of http-h200.json and their requests at once
 
 
@@ -43,10 +46,13 @@ def main() -> None:
 def draw_all(out: Path) -> list[Path]:
     """Write every plot in every theme; returns the files."""
     out.mkdir(parents=True, exist_ok=True)
-    engine, http = (json.loads((RESULTS / name).read_text()) for name in ("engine-h200.json", "http-h200.json"))
+    engine, http, fleet = (
+        json.loads((RESULTS / name).read_text()) for name in ("engine-h200.json", "http-h200.json", "fleet.json")
+    )
+    plots = (("decode", draw_decode, engine), ("latency", draw_latency, http), ("fleet", draw_fleet, fleet))
     files = []
     for theme in THEMES:
-        for name, draw, figures in (("decode", draw_decode, engine), ("latency", draw_latency, http)):
+        for name, draw, figures in plots:
             with plt.rc_context(style(theme)):
                 figure = draw(figures)
                 files.append(out / f"plot-{name}-{theme}.svg")
@@ -114,6 +120,31 @@ def draw_latency(http: dict[str, Any]) -> Figure:
         ticks(axes, loads)
     panels[0].legend(loc="upper left")
     figure.suptitle(f"Latency over HTTP, streamed, 7.2B in fp16, one {http['device']}, {http['date']}")
+    return figure
+
+
+def draw_fleet(fleet: dict[str, Any]) -> Figure:
+    """The time to the first token by policy, and second by second while something happens."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), width_ratios=(2, 3))
+    small, large = (f"{int(engines):,} GPUs" for engines in fleet["fleets"])
+    policies = fleet["fleets"][min(fleet["fleets"], key=int)]["policies"]
+    shown = [name for name in POLICIES if name in policies]
+    for share in ("p50", "p99"):
+        left.plot([policies[name]["ttft_ms"][share] for name in shown], range(len(shown)), "o", label=share)
+    left.set_yticks(range(len(shown)), shown)
+    left.set(title=f"by policy, {small}", xlabel="milliseconds to the first token", xscale="log", ylim=(-0.5, len(shown) - 0.5))
+    left.invert_yaxis()
+    left.legend(loc="lower right")
+    for (engines, found), line in zip(fleet["fleets"].items(), ("-", ":"), strict=True):
+        for number, name in enumerate(EVENTS):
+            p99 = found["events"][name]["ttft_p99_ms"][:60]
+            label = f"{name}, {int(engines):,}"
+            right.plot(
+                range(15, 15 + len(p99)), [value or float("nan") for value in p99], line, color=f"C{number}", label=label
+            )
+    right.set(title="p99 while something happens", xlabel="second", ylabel="milliseconds to the first token", yscale="log")
+    right.legend(loc="upper right", ncols=2)
+    figure.suptitle(f"Simulated fleets of {small} and {large} at 75 % load, costs of one {fleet['device']}, {fleet['date']}")
     return figure
 
 

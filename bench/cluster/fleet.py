@@ -15,7 +15,6 @@ import argparse
 import heapq
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -27,8 +26,14 @@ import simpy
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
-TICK = 0.05  # s
 NODE = 8  # GPUs of a machine
+FEW = 1000  # engines, of which more is simulated
+POLICIES: dict[str, dict[str, Any]] = {"two choices": {}, "bounded": {}}
+MORE_POLICIES: dict[str, dict[str, Any]] = {
+    "random": {}, "hash": {}, "hash, 16 places": {"nodes": 16}, "bounded, 16 places": {"nodes": 16},
+    "bounded x 1.5": {"bound": 1.5}, "bounded x 2": {"bound": 2.0}, "two choices, 90 % load": {"load": 0.9},
+    "hash, 90 % load": {"load": 0.9}, "bounded, 90 % load": {"load": 0.9},
+}  # fmt: skip
 WARM_UP = 15.0  # s that count for nothing
 AFTER = 10  # s after a loss that are told apart
 
@@ -175,6 +180,7 @@ class Fleet:
 
     def __init__(self, engines: int, policy: str, costs: Costs, *, load: float, seconds: float, bound: float, nodes: int):
         self.costs = costs
+        self.tick = 0.05 if engines <= FEW else 0.1  # s
         self.engines = engines
         self.rng = np.random.default_rng(1)
         self.seconds = seconds
@@ -190,10 +196,10 @@ class Fleet:
         if policy in ("hash", "bounded"):
             self.at = self.router.ring.owners(self.hashes, 0)
         self.books = Books(math.ceil(seconds))
-        self.num_ticks = int(seconds / TICK)
+        self.num_ticks = int(seconds / self.tick)
         self.wakes: list[list[np.ndarray]] = [[] for _ in range(self.num_ticks + 1)]
-        self._who, self._where = np.empty(0, np.int32), np.empty(0, np.int32)
-        self._until = np.empty(0)
+        self._who, self._where = np.empty(0, np.int32), np.empty(0, np.int16)
+        self._until = np.empty(0, np.float32)
         self._sleep(np.arange(count, dtype=np.int32), self.rng.exponential(costs.think + turn, count))
         self.env.process(self._run())
 
@@ -210,17 +216,17 @@ class Fleet:
             if self.wakes[tick]:
                 self._begin(np.concatenate(self.wakes[tick]))
                 self.wakes[tick] = []
-            if tick * TICK > WARM_UP and tick % 20 == 0 and self.takes.any():
+            if tick * self.tick > WARM_UP and tick % 10 == 0 and self.takes.any():
                 rows = self.calls[self.takes]
                 self.books.spread.append(float(rows.max() / max(rows.mean(), 1e-9)))
-            yield self.env.timeout(TICK)
+            yield self.env.timeout(self.tick)
 
     def _finish(self) -> None:
         """Rows go on for a tick; those that have their tokens end, and their users think."""
         rows = np.minimum(self.calls, self.costs.slots)
-        self.work += np.where(self.alive, TICK / self.costs.steps[rows], 0.0)
-        self.fetches = np.maximum(0.0, self.fetches - TICK)
-        done = self.work[self._where] >= self._until
+        self.work += np.where(self.alive, self.tick / self.costs.steps[rows], 0.0)
+        self.fetches = np.maximum(0.0, self.fetches - self.tick)
+        done = self.work.astype(np.float32)[self._where] >= self._until
         if done.any():
             who = self._who[done]
             self.calls -= np.bincount(self._where[done], minlength=self.engines)
@@ -228,7 +234,7 @@ class Fleet:
             self._sleep(who, self.rng.exponential(self.costs.think, len(who)))
 
     def _sleep(self, who: np.ndarray, seconds: np.ndarray) -> None:
-        ticks = (self.env.now / TICK + 1 + seconds / TICK).astype(int)
+        ticks = (self.env.now / self.tick + 1 + seconds / self.tick).astype(int)
         soon = ticks < self.num_ticks
         who, ticks = who[soon], ticks[soon]
         if not len(who):
@@ -255,8 +261,8 @@ class Fleet:
         self.fetches += np.bincount(where[misses], minlength=self.engines) * costs.between
         first = costs.claim + fetch + waits * step + (costs.prompt + fed) / costs.prefill_tokens_s + step
         tokens = self.rng.gamma(4.0, costs.answer / 4, len(who))
-        self._who, self._where = np.r_[self._who, who], np.r_[self._where, where]
-        self._until = np.r_[self._until, self.work[where] + first / step + tokens]
+        self._who, self._where = np.r_[self._who, who], np.r_[self._where, where.astype(np.int16)]
+        self._until = np.r_[self._until, (self.work[where] + first / step + tokens).astype(np.float32)]
         self.at[who], self.lost[who] = where, False
         books.turns[second] += len(who)
         books.fetched[second] += misses.sum() * costs.state_gib
@@ -310,7 +316,7 @@ class Fleet:
             self.takes[engines] = False
             until = self.env.now + 30
             while self.calls[engines].any() and self.env.now < until:
-                yield self.env.timeout(4 * TICK)
+                yield self.env.timeout(4 * self.tick)
             self.stop(engines, kill=False)
             yield self.env.timeout(self.costs.start)
             self.start(engines)
@@ -357,46 +363,48 @@ def after(fleet: Fleet, moment: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def simulate(engines: int, costs: Costs, say: Callable[[str], None]) -> dict[str, Any]:
-    """All figures of a fleet of this size."""
-    small = engines <= 1000
-    seconds = 60.0 if small else 30.0
+def simulate(engines: int, costs: Costs, found: dict[str, Any], save: Callable[[], None]) -> None:
+    """All figures of a fleet of this size, but those that are `found` already; each is saved when it is there."""
+    small = engines <= FEW
+    seconds, moment = (60.0, 20.0) if small else (28.0, 16.0)
     options = {"load": 0.75, "seconds": seconds, "bound": 1.25, "nodes": 256}
-    found: dict[str, Any] = {"policies": {}, "events": {}}
+    policies, events = found.setdefault("policies", {}), found.setdefault("events", {})
 
     def fleet(policy: str = "bounded", **changed: Any) -> Fleet:
         return Fleet(engines, policy, costs, **(options | changed))
 
-    policies: dict[str, dict[str, Any]] = {"two choices": {}, "bounded": {}}
-    if small:
-        policies |= {
-            "random": {}, "hash": {}, "hash, 16 places": {"nodes": 16}, "bounded, 16 places": {"nodes": 16},
-            "bounded x 1.5": {"bound": 1.5},
-            "bounded x 2": {"bound": 2.0}, "two choices, 90 % load": {"load": 0.9}, "hash, 90 % load": {"load": 0.9},
-            "bounded, 90 % load": {"load": 0.9},
-        }  # fmt: skip
-    for name, changed in policies.items():
-        policy = name.split(",")[0].split(" x ")[0]
-        found["policies"][name] = steady(fleet(policy, **changed).run())
-        say(f"{engines} {name}: {found['policies'][name]}")
-    moment = 20.0
-    nodes = max(1, round(engines / NODE / 100))
-    hurt = fleet(seconds=60.0 if small else 35.0)
-    hurt.env.process(hurt.lose(moment, nodes))
-    found["events"]["loss"] = {"nodes": nodes, "of": engines // NODE} | after(hurt.run(), moment)
-    at_once = max(1, engines // NODE // 10)
-    done: list[float] = []
-    rolling = fleet(seconds=moment + 320.0 if small else moment + 30.0)
-    rolling.env.process(rolling.upgrade(moment, at_once, done))
-    found["events"]["upgrade"] = {"nodes_at_once": at_once} | after(rolling.run(), moment)
-    found["events"]["upgrade"]["seconds"] = round(done[0], 1) if done else None
-    for name, start in (("cold start", costs.start), ("first start", costs.first))[: 1 + small]:
-        cold = fleet(seconds=math.ceil(start) + (60.0 if small else 30.0))
+    def loss() -> dict[str, Any]:
+        hurt, nodes = fleet(), max(1, round(engines / NODE / 100))
+        hurt.env.process(hurt.lose(moment, nodes))
+        return {"nodes": nodes, "of": engines // NODE} | after(hurt.run(), moment)
+
+    def upgrade() -> dict[str, Any]:
+        rolling, at_once, done = (
+            fleet(seconds=moment + (320.0 if small else 20.0)),
+            max(1, engines // NODE // 10),
+            list[float](),
+        )
+        rolling.env.process(rolling.upgrade(moment, at_once, done))
+        figures = {"nodes_at_once": at_once} | after(rolling.run(), moment)
+        return figures | {"seconds": round(done[0], 1) if done else None}
+
+    def cold_start(start: float) -> dict[str, Any]:
+        cold = fleet(seconds=math.ceil(start) + (60.0 if small else 20.0))
         cold.env.process(cold.cold_start(start))
-        found["events"][name] = after(cold.run(), math.floor(start))
-    for name, event in found["events"].items():
-        say(f"{engines} {name}: { {key: value for key, value in event.items() if not isinstance(value, list)} }")
-    return found
+        return after(cold.run(), math.floor(start))
+
+    for name, changed in (POLICIES | MORE_POLICIES if small else POLICIES).items():
+        if name not in policies:
+            policy = name.split(",")[0].split(" x ")[0]
+            policies[name] = steady(fleet(policy, **changed).run())
+            print(f"{engines} {name}: {policies[name]}", flush=True)
+            save()
+    todo = {"loss": loss, "upgrade": upgrade, "cold start": lambda: cold_start(costs.start)}
+    for name, work in (todo | {"first start": lambda: cold_start(costs.first)} if small else todo).items():
+        if name not in events:
+            events[name] = work()
+            print(f"{engines} {name}: { ({key: v for key, v in events[name].items() if not isinstance(v, list)}) }", flush=True)
+            save()
 
 
 def main() -> None:
@@ -405,13 +413,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "fleet.json")
     args = parser.parse_args()
     costs, origin = measured()
-    began = time.monotonic()
     said = {name: value for name, value in asdict(replace(costs, steps=np.empty(0))).items() if name != "steps"}
-    result = {"date": datetime.now(UTC).date().isoformat(), **origin, "costs": said, "fleets": {}}
+    fleets: dict[str, Any] = {}
+    if args.out.exists() and (before := json.loads(args.out.read_text()))["costs"] == said:
+        fleets = before["fleets"]  # goes on where it was stopped
+
+    def save() -> None:
+        result = {"date": datetime.now(UTC).date().isoformat(), **origin, "costs": said, "fleets": fleets}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
     for engines in args.engines:
-        result["fleets"][str(engines)] = simulate(engines, costs, lambda line: print(line, flush=True))
-    result["seconds"] = round(time.monotonic() - began)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+        simulate(engines, costs, fleets.setdefault(str(engines), {}), save)
 
 
 if __name__ == "__main__":
