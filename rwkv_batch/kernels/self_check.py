@@ -40,7 +40,7 @@ TOLERANCES = dict.fromkeys((Method.FP8, Method.FP8_CUBLAS), 0.25)
 WIDTH, VOCAB, RANKS = 256, 512, (32, 32, 16, 64)
 QUANT_WIDTH = 1024  # of quantised models: narrow ones are read by other kernels than those of use
 SLOTS = 100
-EXTENT = 2  # of the check; raised when it sees more, so that cards checked before are checked again
+EXTENT = 3  # of the check; raised when it sees more, so that cards checked before are checked again
 CASES = ([1], [1] * 7, [1] * 16, [1] * 70, [40, 1, 7, 33])  # lengths of rows
 RESTORED = {plane: i for i, plane in enumerate(PLANES)}
 ORDER = [RESTORED[i] for i in range(len(PLANES))]  # from the kernels' order of planes back to the reference's
@@ -139,7 +139,8 @@ def _is_right(name: str, launcher: Launcher, wkv_dtype: torch.dtype, quant: str)
 @torch.inference_mode()
 def _agrees(name: str, launcher: Launcher, wkv_dtype: torch.dtype, quant: str, seed: int) -> bool:
     """Run the forward pass with only this op on kernels, in every way that these sizes can be done, beside one with none."""
-    weights = random_weights(launcher.device, quant=quant, seed=seed)
+    width = QUANT_WIDTH if quant else WIDTH
+    weights = random_weights(launcher.device, quant=quant, width=width, seed=seed)
     limits = {"max_tokens": 128, "max_rows": 128}
     expecting = Model(weights, PartlyReferenceOps(weights, launcher, frozenset(OPS), **limits))
     ops = PartlyReferenceOps(weights, launcher, frozenset(OPS) - {name}, **limits)
