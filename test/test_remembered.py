@@ -57,7 +57,7 @@ def start(tmp_path, monkeypatch):
             raise start.outcome
         return start.outcome
 
-    monkeypatch.setattr(self_check, "_agrees", agrees)
+    monkeypatch.setattr(self_check, "_is_right", agrees)
     monkeypatch.setattr(self_check, "_fills", lambda launcher, wkv_dtype: True)
     monkeypatch.setattr(self_check, "check", lambda device, library: [])
     launcher = SimpleNamespace(device=torch.device("cpu"), library=None)
