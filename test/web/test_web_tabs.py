@@ -258,6 +258,7 @@ def test_a_session_goes_back_to_the_version_that_was_chosen(server, url, open_pa
     tokens = [server.post({"session_id": "page-old"}, "/state/status")[1]["sessions"][0]["tokens"]]
     row = page.locator("tbody tr", has=page.get_by_role("rowheader", name="page-old", exact=True))
     row.get_by_role("button", name="Rewind").click()
+    page.locator("dialog select").wait_for()
     offered = page.locator("dialog select option").all_inner_texts()
     assert offered == ["3 (newest)", "2"], "as many as the server keeps"
     assert page.locator("dialog select").input_value() == "2"
