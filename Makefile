@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+ARCHS ?= sm_80 sm_90a sm_120
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
@@ -65,7 +66,7 @@ plots: $(VENV)/.ready-web
 	$(BIN)/python bench/plots.py $(ARGS)
 
 kernels: $(VENV)/.ready-nvcc
-	$(BIN)/python -m rwkv_batch.kernels.compiler cuda sm_80 sm_90a sm_120
+	$(BIN)/python -m rwkv_batch.kernels.compiler cuda $(ARCHS)
 
 hip-check: $(VENV)/.ready
 	$(BIN)/python -m rwkv_batch.kernels.compiler hip gfx90a gfx1030
