@@ -148,8 +148,11 @@ class Talk:
             raise self.errors.get()
 
 
+MANY_KILLS = [pytest.mark.long, pytest.mark.timeout(3600)]
+
+
 @pytest.mark.parametrize(
-    ("sessions", "kills"), [(32, 10), pytest.param(320, 40, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
+    ("sessions", "kills"), [(32, 10), pytest.param(32, 100, marks=MANY_KILLS), pytest.param(320, 100, marks=MANY_KILLS)]
 )
 def test_no_acknowledged_turn_is_lost_doubled_or_reordered(tmp_path, sessions, kills):
     rng = random.Random(sessions)
