@@ -347,7 +347,8 @@ def test_no_acknowledged_turn_is_lost_when_the_power_goes_off(shim, tmp_path, ra
 
 @pytest.mark.parametrize("weaker", ["NORMAL", pytest.param("OFF", marks=pytest.mark.long)])
 def test_the_test_of_power_cuts_sees_a_database_that_syncs_too_little(shim, tmp_path, ram, weaker):
-    assert cut_the_power(shim, tmp_path, ram, num_steps=40, num_cuts=50, weaker=weaker) is not None
+    # About one cut in fifteen shows it, and the first that does ends the test.
+    assert cut_the_power(shim, tmp_path, ram, num_steps=40, num_cuts=500, weaker=weaker) is not None
 
 
 @pytest.mark.long
