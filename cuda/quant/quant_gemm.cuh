@@ -636,6 +636,16 @@ constexpr Variant variant() {
     return {TRANSPOSED, WGS, BN, row_stage(BN, FP8), threads(WGS, BN, FP8), FP8 ? 2 * WGS : BN / 8, quant_gemm<VALUES, FP8, TRANSPOSED, WGS, BN>};
 }
 
+// Those for rows of fp16.
+template <Values VALUES>
+const Variant FOR_HALF_ROWS[] = {
+    variant<VALUES, false, false, 1, 16>(), variant<VALUES, false, false, 1, 32>(),  variant<VALUES, false, false, 1, 64>(),
+    variant<VALUES, false, false, 2, 16>(), variant<VALUES, false, false, 2, 32>(),  variant<VALUES, false, false, 2, 64>(),
+    variant<VALUES, false, false, 2, 128>(), variant<VALUES, false, true, 1, 16>(), variant<VALUES, false, true, 1, 32>(),
+    variant<VALUES, false, true, 1, 64>(),  variant<VALUES, false, true, 2, 16>(),  variant<VALUES, false, true, 2, 32>(),
+    variant<VALUES, false, true, 2, 64>(),  variant<VALUES, false, true, 2, 128>(),
+};
+
 // How a product is cut up: tiles bm x bn; see the top of the file; how many clusters at most; whether to start early.
 struct Cut {
     int bm, bn, split, stages, clusters, cast, overlap;
@@ -665,6 +675,18 @@ cudaError_t launch(
         return start(v.kernel, how, map(w_map), map(x_map), p);
     }
     return cudaErrorInvalidValue;
+}
+
+// What the exported functions do with their arguments.
+template <int COUNT>
+cudaError_t multiply(
+    const Variant (&variants)[COUNT], const void* w_map, const void* x_map, const void* scales, const void* token_scales, void* out,
+    void* active_mask, int N, int M, int width, int K, int batch, bool transposed, bool relu_square, const Cut& cut, void* stream
+) {
+    Shape p{static_cast<__half*>(out), static_cast<const float*>(scales), static_cast<const float*>(token_scales),
+            static_cast<uint32_t*>(active_mask), N, M, width};
+    p.batch = batch, p.activation = relu_square ? RELU_SQUARE : NONE;
+    return launch(variants, w_map, x_map, p, K, transposed, cut, stream);
 }
 
 // 0 where these kernels run on the current device, cudaErrorNotSupported elsewhere.

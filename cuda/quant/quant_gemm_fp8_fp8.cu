@@ -24,8 +24,8 @@ RWKV_EXPORT int rwkv_quant_gemm_fp8_fp8(
 ) {
     using namespace rwkv;
     if (!token_scales) return cudaErrorInvalidValue;
-    Shape p{static_cast<__half*>(out), static_cast<const float*>(scales), static_cast<const float*>(token_scales),
-            static_cast<uint32_t*>(active_mask), N, M, width};
-    p.batch = batch, p.activation = relu_square ? RELU_SQUARE : NONE;
-    return launch(VARIANTS, w_map, x_map, p, K, transposed, {bm, bn, split, stages, clusters, cast, overlap}, stream);
+    return multiply(
+        VARIANTS, w_map, x_map, scales, token_scales, out, active_mask, N, M, width, K, batch, transposed, relu_square,
+        {bm, bn, split, stages, clusters, cast, overlap}, stream
+    );
 }
