@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from routes.openai.schemas import ChatBody, read
 from rwkv_batch import __version__
-from rwkv_batch.config import MAX_QUEUE, Config, load
+from rwkv_batch.config import MAX_QUEUE, Config
+from rwkv_batch.config_sources import load
 from rwkv_batch.engine.build import build_engine_loop
 from rwkv_batch.engine.stub_engine import build_stub
 from rwkv_batch.request import Failure, Progress, Request

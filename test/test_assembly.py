@@ -7,7 +7,8 @@ import torch
 from kernel_recorder import make_launcher
 from models import SHAPES, TINY, random_weights
 
-from rwkv_batch.config import COMPILE_MODE, Config, load
+from rwkv_batch.config import COMPILE_MODE, Config
+from rwkv_batch.config_sources import load
 from rwkv_batch.engine import build, memory
 from rwkv_batch.engine.decode_graphs import buckets_for
 from rwkv_batch.engine.memory import MIB, MemoryPlan

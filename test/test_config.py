@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from rwkv_batch.config import Config, find_model, load, make_parser, parse_devices
+from rwkv_batch.config import Config, find_model, parse_devices
+from rwkv_batch.config_sources import load, make_parser
 from rwkv_batch.errors import UsageError
 
 

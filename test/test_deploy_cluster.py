@@ -9,7 +9,8 @@ import pytest
 from models import ROOT
 
 from routes import ROUTES
-from rwkv_batch.config import PREFIX, load, names
+from rwkv_batch.config import PREFIX
+from rwkv_batch.config_sources import load, names
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 

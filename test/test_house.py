@@ -32,6 +32,7 @@ COVERED_BY = {
     "routes/openai": "test_openai_adapter",
     "routes/process": "test_app",
     "rwkv_batch/config_page": "test_docs",
+    "rwkv_batch/config_sources": "test_config",
     "rwkv_batch/engine": "test_worker",
     "rwkv_batch/engine/build": "test_assembly",
     "rwkv_batch/engine/decode_graphs": "test_staging",

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rwkv_batch.config import MAX_QUEUE, from_layers, make_parser, read_flags
+from rwkv_batch.config import MAX_QUEUE
+from rwkv_batch.config_sources import from_layers, make_parser, read_flags
 from rwkv_batch.errors import RwkvBatchError, UsageError
 from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.server.child import Child

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rwkv_batch.config import OneLineParser
+from rwkv_batch.config_sources import OneLineParser
 from rwkv_batch.engine.build import choose_device
 from rwkv_batch.errors import RwkvBatchError, UsageError
 from rwkv_batch.model.checkpoint import find_checkpoint

@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from rwkv_batch import metrics
-from rwkv_batch.config import Config, find_model, load
+from rwkv_batch.config import Config, find_model
+from rwkv_batch.config_sources import load
 from rwkv_batch.errors import RwkvBatchError, UsageError
 from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.server.announce import announce, say

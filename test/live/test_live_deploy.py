@@ -25,7 +25,8 @@ import pytest
 from server_process import PATIENCE, ROOT, ServerProcess, wait_until
 
 from routes import ROUTES
-from rwkv_batch import config
+from rwkv_batch.config import Config
+from rwkv_batch.config_sources import load, names
 
 DEPLOY = ROOT / "deploy"
 CHAT = "/v1/chat/completions"
@@ -358,7 +359,7 @@ def test_the_lines_for_tls_work(name, backend, tmp_path):
 
 
 def test_the_recipes_agree_with_the_settings():
-    defaults = config.Config()
+    defaults = Config()
     nginx, haproxy = (DEPLOY / "nginx.conf").read_text(), (DEPLOY / "haproxy.cfg").read_text()
     assert f"client_max_body_size {defaults.max_body_mib}m;" in nginx
     assert f"gt {defaults.max_body_bytes} }}" in haproxy
@@ -413,7 +414,7 @@ def test_the_unit_beside_a_gpu(unit):
 def test_the_units_command_line_and_environment_are_settings():
     text = (DEPLOY / "rwkv-batch.service").read_text()
     flags = shlex.split(re.search(r"^ExecStart=\S+ \S+ (.*)$", text, re.MULTILINE)[1])
-    assert config.load(flags, {}).host == "127.0.0.1"
+    assert load(flags, {}).host == "127.0.0.1"
 
 
 # --- the image; there may be no engine to build it with ---
@@ -488,7 +489,7 @@ def test_what_the_image_holds_serves(image, engine, tmp_path):
     environ |= {"XDG_RUNTIME_DIR": str(run), "TMPDIR": str(run), "XDG_CACHE_HOME": str(tmp_path)}
     environ |= {"RWKV_BATCH_HOST": "127.0.0.1", "RWKV_BATCH_PORT": str(free_port()), "RWKV_BATCH_THREADS": "1"}
     environ |= {"RWKV_BATCH_FAKE_ENGINE": "5"} if engine == "stand-in" else {}
-    assert {key.removeprefix("RWKV_BATCH_").lower() for key in pairs if key.startswith("RWKV_BATCH_")} <= set(config.names())
+    assert {key.removeprefix("RWKV_BATCH_").lower() for key in pairs if key.startswith("RWKV_BATCH_")} <= set(names())
     check = json.loads(next(rest for name, rest in last_stage() if name == "HEALTHCHECK").partition("CMD ")[2])
     check[0] = sys.executable
     command = json.loads(next(rest for name, rest in last_stage() if name == "ENTRYPOINT"))
