@@ -53,6 +53,7 @@ COVERED_BY = {
     "rwkv_batch/request": "test_channel",
     "rwkv_batch/scheduling": "test_scheduler",
     "rwkv_batch/secrets": "test_openai_adapter",
+    "rwkv_batch/served": "test_served",
     "rwkv_batch/server": "test_app",
     "rwkv_batch/server/batch_command": "test_batch_file",
     "rwkv_batch/server/quantize_command": "test_quantized_file",
