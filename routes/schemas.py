@@ -7,7 +7,7 @@ Every refusal is InvalidRequest and names the field; no message repeats what the
 import json
 import math
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
 import pydantic_core
@@ -151,6 +151,13 @@ class PromptsBody(SamplingBody):
         """The state to continue, None for routes without sessions. Raises InvalidRequest."""
         return None
 
+    def with_defaults(self, config: Config) -> Self:
+        """The body with the server's seed and noise, where it has some and the request has none."""
+        found = {} if config.seed is None or self.seed is not None else {"seed": config.seed}
+        if config.noise is not None and "noise" not in self.model_fields_set:
+            found["noise"] = config.noise
+        return self.model_copy(update=found) if found else self
+
     def checked_texts(self, config: Config) -> list[str]:
         """The prompts of a body that keeps to the limits; templates, so it takes time for long texts. Raises InvalidRequest."""
         self.check_limits(config)
@@ -169,7 +176,7 @@ class PromptsBody(SamplingBody):
         return Request(
             id=request_id,
             prompts=[ids if ids == [END_ID] else [END_ID, *ids] for ids in prompts] if self.pad_zero else prompts,
-            sampling=self.sampling(),
+            sampling=self.with_defaults(config).sampling(),
             max_tokens=self.most_tokens(config),
             stop_ids=stop_ids,
             stop_texts=stop_texts,

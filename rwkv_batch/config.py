@@ -25,6 +25,7 @@ DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo"
 HEADINGS = {
     "model": "model",
     "batching": "batching",
+    "sampling": "sampling, where a request leaves it open",
     "sessions": "sessions and cached prefixes",
     "http": "address and access",
     "limits": "limits",
@@ -95,6 +96,13 @@ class Config:
     )
     batch_invariant: bool = setting(
         False, "batching", "decode in graphs of one size only: a row's tokens then do not depend on how many others run"
+    )
+
+    seed: int | None = setting(
+        None, "sampling", "seed of requests that give none; default: each row draws by one of its own", low=0, high=2**63 - 1
+    )
+    noise: float | None = setting(
+        None, "sampling", "width of the noise in the big and the plain batch, where a request gives none", low=0, high=1000
     )
 
     state_db: str = setting("rwkv_batch_sessions.db", "sessions", "SQLite file of the sessions, made when the first is kept")

@@ -55,6 +55,22 @@ def test_defaults_are_those_of_the_newest_reference():
     assert (body.model, body.stream, body.pad_zero, body.enable_think, body.chunk_size) == ("rwkv7", False, False, False, 4)
 
 
+def test_a_seed_and_a_noise_of_the_server_stand_in_for_those_not_sent():
+    def sampling(kind, body: dict, **settings) -> SamplingParams:
+        read, config = validate(kind, {"contents": ["a"], "prompts": ["a"], **body}), Config(**settings)
+        return read.to_request(["a"], "id", config, encode).sampling
+
+    assert sampling(ContentsBody, {}).seed is None
+    assert sampling(ContentsBody, {}, seed=7).seed == 7
+    assert sampling(ContentsBody, {"seed": 0}, seed=7).seed == 0
+    assert sampling(ContentsBody, {}, noise=3) == sampling(ContentsBody, {})
+    assert sampling(BigBatchBody, {}, seed=7).rule == "gumbel"
+    for kind in (BigBatchBody, BatchPromptsBody):
+        assert (sampling(kind, {}, noise=3).rule, sampling(kind, {}, noise=3).noise) == ("noise", 3)
+        assert sampling(kind, {"noise": 0.5}, noise=3).noise == 0.5
+        assert sampling(kind, {"noise": 0}, noise=3).greedy
+
+
 def test_null_is_the_default_everywhere():
     fields = dict.fromkeys(ContentsBody.model_fields)
     assert validate(ContentsBody, {**fields, "contents": ["ab"]}) == validate(ContentsBody, {"contents": ["ab"]})
