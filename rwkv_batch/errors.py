@@ -133,8 +133,18 @@ class EngineFailed(RwkvBatchError):
 
 
 class CheckpointError(RwkvBatchError):
-    """A model file cannot be used: one line saying which file and why. The process exits with 2."""
+    """A model file cannot be used: one line saying which file and why. At the start the process exits with 2."""
+
+    status, kind, code = 422, "invalid_request_error", "unusable_file"
+
+
+class NoMemory(CheckpointError):
+    """The model does not fit into memory; the message says how much is needed and how much is free."""
+
+    status, kind, code = 507, "server_error", "not_enough_memory"
 
 
 class UsageError(RwkvBatchError):
-    """A flag, an environment variable or a setting is wrong. The process exits with 2."""
+    """A flag, an environment variable or a setting is wrong. At the start the process exits with 2."""
+
+    status, kind = 400, "invalid_request_error"

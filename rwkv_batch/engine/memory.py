@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from rwkv_batch.config import MAX_SLOTS
-from rwkv_batch.errors import CheckpointError
+from rwkv_batch.errors import NoMemory
 from rwkv_batch.kernels.linear import Lora
 from rwkv_batch.kernels.ops import Buffers
 from rwkv_batch.kernels.quant.many_tokens import ManyTokens
@@ -68,7 +68,7 @@ class MemoryPlan:
         return State.num_bytes(self.shape, 1, wkv_dtype=self.wkv_dtype)
 
     def slots(self, wanted: int, automatic: int, name: str) -> int:
-        """Say what is needed and what is free, and return the number of slots; CheckpointError when it does not fit.
+        """Say what is needed and what is free, and return the number of slots; NoMemory when it does not fit.
 
         wanted     0 = as many as memory allows, `automatic` at most
         name       the checkpoint's, for messages
@@ -91,7 +91,7 @@ class MemoryPlan:
             rest = f"; buffers, sessions and prefixes: {self.buffers / MIB:,.0f}" if self.buffers else ""
             flags = LESS_MEMORY if self.buffers else LESS_MEMORY[:1]
             advice = f"; it takes less with a smaller {' or '.join(flags)}" if weights < free else ""
-            raise CheckpointError(
+            raise NoMemory(
                 f"{name}: needs {needed / MIB:,.0f} MiB of {where} ({slots} slots, {CHECKPOINTS} checkpoints each;"
                 f" weights: {weights / MIB:,.0f}{rest}), only {free / MIB:,.0f} MiB are free{advice}"
             )
