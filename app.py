@@ -12,6 +12,7 @@ from importlib import import_module
 COMMANDS = {
     "serve": ("rwkv_batch.server.supervisor", "serve"),
     "batch": ("rwkv_batch.server.batch_command", "answer_file"),
+    "check": ("rwkv_batch.server.check_command", "check_model"),
     "quantize": ("rwkv_batch.server.quantize_command", "quantize_file"),
 }
 # Each imports only what it needs: the one torch, the others the routes.

@@ -33,6 +33,7 @@ import torch
 
 from bench.cpu import cpu_name
 from rwkv_batch import __version__
+from rwkv_batch.checks.lambada import read_passages
 from rwkv_batch.config import DEMO_FOLDER
 from rwkv_batch.engine.build import tune_cpu, usable_cpus, valid_ids
 from rwkv_batch.kernels import compiler
@@ -190,13 +191,9 @@ class Bench:
 
     def lambada(self, runner: Runner) -> float:
         """Return for how many lines, in percent, the model would write the last word."""
-        texts = [json.loads(line)["text"] for line in Path(self.args.lambada).read_text(encoding="utf-8").splitlines()]
-        right, documents, lengths = 0, [], []
-        for text in texts[: self.args.lambada_lines]:
-            before, _, word = text.strip().rpartition(" ")
-            last = self.tokenizer.encode(" " + word)
-            documents.append(Document([0, *self.tokenizer.encode(before), *last][-STEP:], []))
-            lengths.append(len(last))
+        passages = read_passages(self.args.lambada, self.tokenizer, self.args.lambada_lines)
+        right, lengths = 0, [len(passage.word) for passage in passages]
+        documents = [Document([*passage.before, *passage.word][-STEP:], []) for passage in passages]
         ends = iter(lengths)
         for batch in batches(documents):
             best = runner.log_probs([document.ids for document in batch]).argmax(1)

@@ -122,8 +122,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line. Flags that are not given are absent from the result, so that they do not hide environment or file."""
     parser = OneLineParser(
         description="HTTP server for batch inference with RWKV-7.",
-        epilog="In front of the flags, `batch IN OUT` answers the lines of a file instead, and `quantize IN OUT` writes a "
-        "checkpoint with quantised matrices (see batch --help, quantize --help). "
+        epilog="In front of the flags, `batch IN OUT` answers the lines of a file instead, `quantize IN OUT` writes a "
+        "checkpoint with quantised matrices, `check NAME` checks a model (see batch --help, quantize --help, check --help). "
         f"Each flag can also be set in the environment ({PREFIX}PORT=8000) or in the file of --config (port = 8000); "
         "a flag wins over the environment, the environment over the file.",
         allow_abbrev=False,

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 READMES = [ROOT / "README.md", ROOT / "README.zh.md"]
 PAGES = [*READMES, *sorted((ROOT / "docs").rglob("*.md"))]
 OF_TODAY = [path for path in PAGES if path.name != "changes.md"]  # which tells of flags and files as they were
-OTHER_FLAGS = {"--help", "--config", "--version", "--model"}
+OTHER_FLAGS = {"--help", "--config", "--version", "--model", "--url", "--json"}  # the last two of the command check
 OF_OTHER_PROGRAMS = {"deployment.md"}
 BLOCK = re.DOTALL | re.MULTILINE
 GIVEN_UP = {"removal", "keep_k", "first_value"}  # kk, one_minus_k_a, v_first

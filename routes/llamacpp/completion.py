@@ -6,10 +6,11 @@ from routes.http.streams import Reply
 from routes.llamacpp.answers import LlamaFormatter
 from routes.llamacpp.schemas import CompletionRequest, InfillRequest, LlamaBody, LlamaCompletion
 from routes.openai.chat import answer_with
-from routes.openai.schemas import END_TEXT, read
+from routes.openai.schemas import read
 from routes.schemas import validate
 from rwkv_batch import __version__
 from rwkv_batch.text.chat_template import CHAT_TEMPLATE
+from rwkv_batch.text.tokenizer import END_TEXT
 
 
 async def infill(context: RequestContext) -> Reply:

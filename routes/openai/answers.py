@@ -8,9 +8,10 @@ from typing import Any
 
 from routes.http.context import RequestContext
 from routes.http.replies import DONE, dumps, error_document, sse
-from routes.openai.schemas import END_TEXT, CompletionBody, GenerationBody, split_ends
+from routes.openai.schemas import CompletionBody, GenerationBody, split_ends
 from rwkv_batch.errors import EngineFailed, RwkvBatchError
 from rwkv_batch.request import Delta, Event, Failure, Finish, PromptScore, Request, TokenLogprob
+from rwkv_batch.text.tokenizer import token_name
 
 WRITTEN_LATER = 1000  # tokens with log-probabilities: a document with more is written outside of the client's thread
 
@@ -22,14 +23,8 @@ class Vocabulary:
         self.token_bytes = token_bytes
 
     def name(self, token: int) -> str:
-        """The token's text; bytes that are no text are spelled out, so that no two tokens have one name."""
-        if token == 0:
-            return END_TEXT
-        data = self.token_bytes[token]
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        """The token's name."""
+        return token_name(self.token_bytes[token])
 
     def described(self, token: int, logprob: float) -> dict[str, Any]:
         """One token of a chat's log-probabilities."""

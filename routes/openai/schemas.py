@@ -35,11 +35,10 @@ from rwkv_batch.request import Grammar, Loop, Request
 from rwkv_batch.session_messages import Session
 from rwkv_batch.text import prompts
 from rwkv_batch.text.fim_marks import Gap, find_gap
+from rwkv_batch.text.tokenizer import END_TEXT
 from sampling.params import SamplingParams
 
 log = logging.getLogger(__name__)
-
-END_TEXT = "<|endoftext|>"  # stands for token 0 at the start of a raw prompt, and is plain text everywhere else
 
 # Fields that would change the text, inner ones behind a dot, and the values that do not.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -117,7 +116,7 @@ def at_most(number: int) -> BeforeValidator:
 
 
 def split_ends(text: str) -> tuple[list[int], str]:
-    """The end tokens that a raw prompt begins with, and the rest of its text."""
+    """The end tokens that a raw prompt begins with, and the rest of its text, in which END_TEXT is plain text."""
     count = 0
     while text.startswith(END_TEXT, count * len(END_TEXT)):
         count += 1

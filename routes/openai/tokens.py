@@ -9,10 +9,11 @@ from routes.http.off_loop import off_loop
 from routes.http.replies import Response, json_reply
 from routes.openai.answers import Vocabulary
 from routes.openai.conversation import Conversation
-from routes.openai.schemas import END_TEXT, read, split_ends
+from routes.openai.schemas import read, split_ends
 from routes.schemas import END_ID, Body, Ids
 from rwkv_batch.errors import InvalidRequest
 from rwkv_batch.text.chat_template import CHAT_TEMPLATE
+from rwkv_batch.text.tokenizer import END_TEXT
 
 
 class TokenizeBody(Body, Conversation):

@@ -16,6 +16,7 @@ import ahocorasick_rs
 
 from rwkv_batch.errors import CheckpointError, InvalidRequest
 
+END_TEXT = "<|endoftext|>"  # the name of token 0
 WORLD_FILE = "rwkv_vocab_v20230424.txt"
 WORLD_IDS = 65_530  # ids the World vocabulary has, the end of text included
 WORLD_ROWS = 65_536  # rows of the output layer it is padded to
@@ -144,6 +145,16 @@ class ByteTokenizer(Tokenizer):
         if 0 in data:
             raise InvalidRequest("the byte vocabulary has no token for the byte 0")
         return list(data)
+
+
+def token_name(data: bytes) -> str:
+    """What a token is called in answers: its text; bytes that are no text are spelled out, so no two tokens have one name."""
+    if not data:
+        return END_TEXT
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 @cache
