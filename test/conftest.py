@@ -42,6 +42,21 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module")
+def launcher():
+    """Launches kernels on the first card's current stream."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    from rwkv_batch.kernels.compiler import library
+    from rwkv_batch.kernels.launch import Launcher
+
+    launcher = Launcher(library(0), "cuda:0")
+    launcher.use_current_stream()
+    return launcher
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory) -> Path:
     """A random World-vocabulary checkpoint on disk."""

@@ -15,18 +15,6 @@ SUM_EPS = 2e-6  # of fp32 sums, relative to the sum of absolute values
 
 
 @pytest.fixture(scope="module")
-def launcher():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    from rwkv_batch.kernels.compiler import library
-    from rwkv_batch.kernels.launch import Launcher
-
-    launcher = Launcher(library(0), "cuda:0")
-    launcher.use_current_stream()
-    return launcher
-
-
-@pytest.fixture(scope="module")
 def linear(launcher):
     from rwkv_batch.kernels.linear import Linear
 

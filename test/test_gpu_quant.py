@@ -35,18 +35,6 @@ _engines: dict[tuple, object] = {}
 
 
 @pytest.fixture(scope="module")
-def launcher():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    from rwkv_batch.kernels.compiler import library
-    from rwkv_batch.kernels.launch import Launcher
-
-    launcher = Launcher(library(0), "cuda:0")
-    launcher.use_current_stream()
-    return launcher
-
-
-@pytest.fixture(scope="module")
 def quant(launcher):
     from rwkv_batch.kernels.quant.few_tokens import QuantLinear
 

@@ -17,18 +17,6 @@ KINDS = [("int8", False), ("fp8", False), ("fp8", True)]  # format, and whether 
 
 
 @pytest.fixture(scope="module")
-def launcher():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    from rwkv_batch.kernels.compiler import library
-    from rwkv_batch.kernels.launch import Launcher
-
-    launcher = Launcher(library(0), "cuda:0")
-    launcher.use_current_stream()
-    return launcher
-
-
-@pytest.fixture(scope="module")
 def gemm(launcher):
     """The product; the test is skipped where there is none."""
     from rwkv_batch.kernels.quant.gemm import QuantGemm
