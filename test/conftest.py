@@ -34,6 +34,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
     return Scheduling(config, log)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """The models are tiny, and threads that wait for one another crawl when something else uses a core."""
@@ -45,10 +54,6 @@ def _one_thread() -> None:
 @pytest.fixture(scope="module")
 def launcher():
     """Launches kernels on the first card's current stream."""
-    import torch
-
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     from rwkv_batch.kernels.compiler import library
     from rwkv_batch.kernels.launch import Launcher
 

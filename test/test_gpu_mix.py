@@ -20,8 +20,6 @@ HALF, FLOAT = torch.float16, torch.float32
 @pytest.fixture(scope="module", params=[False, True], ids=["in turn", "overlapping"])
 def mix(request):
     """The kernels."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     from rwkv_batch.kernels.compiler import library
     from rwkv_batch.kernels.launch import Launcher
     from rwkv_batch.kernels.mix import Mix
