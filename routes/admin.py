@@ -15,7 +15,7 @@ SAMPLING = (
     "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
     "alpha_presence", "alpha_frequency", "alpha_decay",
 )  # fmt: skip
-SHOWN = ("fingerprint", "device", "dtype", "quant", "weight_bytes", "ops", "vocab_size")
+SHOWN = ("fingerprint", "device", "dtype", "quant", "weight_bytes", "ops", "vocab_size", "adapters")
 
 
 async def index(context: RequestContext) -> Response:

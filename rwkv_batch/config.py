@@ -45,12 +45,15 @@ def setting(
     high: float | None = None,
     show: bool = True,
     bare: Any = None,
+    many: bool = False,
 ) -> Any:
     """One field of Config: its default, the heading it stands under in --help, its help, its closed range.
 
     bare  the value of a flag that is given without one; None = it needs one
+    many  whether its flag may be given several times, and the settings file may have a list; then commas are between them
     """
-    return field(default=default, repr=show, metadata={"group": group, "help": text, "low": low, "high": high, "bare": bare})
+    about = {"group": group, "help": text, "low": low, "high": high, "bare": bare, "many": many}
+    return field(default=default, repr=show, metadata=about)
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,9 @@ class Config:
     """
 
     model_path: str | None = setting(None, "model", "checkpoint, .pth or .safetensors; the ending may be left out")
+    adapter: str | None = setting(
+        None, "model", "LoRA or the like to merge into it, FILE[:SCALE], see docs/models/; several: in this order", many=True
+    )
     served_model_name: str | None = setting(None, "model", "name in /v1/models; default: the file's name without its ending")
     device: str = setting("auto", "model", "auto, cpu, cuda or cuda:N")
     pp_devices: str | None = setting(None, "model", "devices of a pipeline, 0,1 or [0,1]; only one is supported so far")

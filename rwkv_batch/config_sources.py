@@ -16,6 +16,8 @@ from rwkv_batch.config import HEADINGS, PREFIX, Config, flag_of
 from rwkv_batch.errors import UsageError
 from rwkv_batch.secrets import exposed
 
+MANY = [item.name for item in fields(Config) if item.metadata["many"]]
+
 
 def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     """Read flags, environment and settings file. Raises UsageError; `--help` and `--version` print and exit with 0."""
@@ -100,6 +102,8 @@ def read_file(path: str) -> dict[str, Any]:
         kind = kind_of(name)
         if name == "pp_devices" and isinstance(value, list):
             value = str(value)
+        if name in MANY and isinstance(value, list) and all(isinstance(one, str) for one in value):
+            value = ",".join(value)
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
@@ -108,6 +112,17 @@ def read_file(path: str) -> dict[str, Any]:
             raise UsageError(f"--config: {path}: others may read it, and {key} is in it; run chmod 600 {path}", param=name)
         values[name] = value
     return values
+
+
+class Joined(argparse.Action):
+    """Puts commas between the values of a flag that is given several times."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        """Add one; called by argparse."""
+        known = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, f"{known},{values}" if known else values)
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -149,6 +164,8 @@ def make_parser() -> argparse.ArgumentParser:
                 metavar = "FILE"
             bare = item.metadata["bare"]
             optional = {} if bare is None else {"nargs": "?", "const": bare}
+            if item.name in MANY:
+                optional["action"] = Joined
             flags = [flag, "--model"] if item.name == "model_path" else [flag]
             group.add_argument(*flags, dest=item.name, type=kind, metavar=metavar, help=text, **optional)
     return parser

@@ -42,6 +42,8 @@ from rwkv_batch.kernels.quant.matrix import quant_format, supported_formats
 from rwkv_batch.kernels.state_fill import StateFill
 from rwkv_batch.model import checkpoint, reference_ops
 from rwkv_batch.model import weights as weights_module
+from rwkv_batch.model.adapters import adapter_file
+from rwkv_batch.model.adapters.adapter import Adapter
 from rwkv_batch.model.architectures import model_class
 from rwkv_batch.model.packed_rows import CapturedRows
 from rwkv_batch.model.quantized import PLAIN, Quantisation
@@ -82,6 +84,7 @@ def build_engine_loop(config: Config, deliver: Callable[[dict[bytes, list[Progre
     tensors, name, stored = read_model(config)
     quant = choose_quant(config, name, stored)
     check_quant(quant, device)
+    adapters = read_adapters(config)
     shape = weights_module.check_tensors(tensors, name, stored, quant)
     if device.type == "cpu":
         tune_cpu(config.threads or (1 if shape.count_bytes(dtype) < ONE_THREAD_BYTES else usable_cpus()))
@@ -100,6 +103,7 @@ def build_engine_loop(config: Config, deliver: Callable[[dict[bytes, list[Progre
         valid_ids=lambda vocab_size: valid_ids(tokenizer),
         quant=quant,
         stored=stored,
+        adapters=adapters,
     )
     for line in weights_module.iter_summary(weights):
         log.info("%s", line)
@@ -141,6 +145,7 @@ def build_engine_loop(config: Config, deliver: Callable[[dict[bytes, list[Progre
         parameters=shape.count_bytes(torch.int8),
         load_seconds=time.monotonic() - started,
         state_bytes=sessions.file.size(engine.state.shift.dtype, engine.state.wkv.dtype),
+        adapters=[adapter.report() for adapter in adapters],
     )
     return engine_loop
 
@@ -397,6 +402,16 @@ def read_model(config: Config) -> tuple[dict[str, torch.Tensor], str, Stored | N
     """Return the checkpoint's tensors, its name, and how it is quantised."""
     file = find_model(config)
     return checkpoint.read_file(file), str(file), stored_as(file)
+
+
+def read_adapters(config: Config) -> list[Adapter]:
+    """Return what is to be merged into the model, in order; logs each. CheckpointError."""
+    wanted = [text.strip() for text in (config.adapter or "").split(",") if text.strip()]
+    found = []
+    for path, scaling in map(adapter_file.parse, wanted):
+        found.append(adapter_file.read(Path(path).expanduser(), scaling))
+        log.log(logging.WARNING if found[-1].assumed else logging.INFO, "%s", found[-1].line())
+    return found
 
 
 def valid_ids(tokenizer: Tokenizer) -> list[int]:

@@ -1,6 +1,7 @@
 """What HTTP processes and the engine process say to each other, and its bytes. Knows nothing of models, sockets or HTTP."""
 
 import time
+from typing import Any
 
 import msgspec
 
@@ -28,6 +29,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     parameters      number of weights
     load_seconds    time that loading took
     state_bytes     most that the file of one session takes; 0 = no sessions
+    adapters        what was merged into it, each as its file was understood
     """
 
     model: str
@@ -45,6 +47,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int = 0
     load_seconds: float = 0.0
     state_bytes: int = 0
+    adapters: list[dict[str, Any]] = []
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):

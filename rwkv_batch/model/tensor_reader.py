@@ -8,6 +8,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rwkv_batch.errors import CheckpointError
+from rwkv_batch.model.adapters.adapter import Merge
 from rwkv_batch.model.quantized_file import SCALES
 from rwkv_batch.model.weight import Weight
 
@@ -21,14 +22,24 @@ class TensorReader:
     name   of the checkpoint, for messages
     dtype  of matrices that are not quantised
     bar    moves on with each tensor
+    merge  what adapters make of them
     """
 
-    def __init__(self, tensors: dict[str, Tensor], name: str, dtype: torch.dtype, device: torch.device, bar: tqdm):
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        name: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        bar: tqdm,
+        merge: Merge | None = None,
+    ):
         self._tensors = tensors
         self._name = name
         self._dtype = dtype
         self._device = device
         self._bar = bar
+        self._merge = merge or Merge()
 
     def take(self, key: str, as_dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor in `as_dtype`, None = that of all matrices."""
@@ -87,4 +98,4 @@ class TensorReader:
     def _pop(self, key: str) -> Tensor:
         tensor = self._tensors.pop(key).to(self._device)  # checked and converted there: a GPU does both a hundred times faster
         self._bar.update()
-        return tensor
+        return self._merge.merged(key, tensor)

@@ -6,7 +6,7 @@ of slots, requests or sampling.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from rwkv_batch.errors import CheckpointError
 from rwkv_batch.model import quantized, quantized_file
+from rwkv_batch.model.adapters.adapter import Adapter, Merge
 from rwkv_batch.model.architectures import architecture_of
 from rwkv_batch.model.checkpoint import find_checkpoint, one_line, read_file
 from rwkv_batch.model.quantized import PLAIN, Quantisation
@@ -157,8 +158,8 @@ class Weights:
     head         [U, C]: the rows of the output ids only
     output_ids   [U] int64, ascending: column j of the logits is token output_ids[j]
     architecture  as `architectures.py` calls it
-    fingerprint  32 hex digits that tell models apart: of shapes, dtypes, sampled content and of how the matrices are quantised,
-                 the same for all file formats
+    fingerprint  32 hex digits that tell models apart: of shapes, dtypes, sampled content, of the adapters merged into it and of
+                 how the matrices are quantised, the same for all file formats
     """
 
     shape: ModelShape
@@ -193,12 +194,14 @@ def load(
     valid_ids: Callable[[int], Iterable[int]] | None = None,
     progress: bool | None = None,
     quant: Quantisation = PLAIN,
+    adapters: Sequence[Adapter] = (),
 ) -> Weights:
     """Load a checkpoint; CheckpointError, one line, when the file is unusable.
 
     valid_ids  vocabulary size -> ids its tokenizer has; others get no logits. None = all
     progress   draw a bar on stderr; None = only on a terminal
     quant      how to keep the large matrices; PLAIN = as the file has them
+    adapters   to be merged into it, in this order
     """
     file = find_checkpoint(path)
     stored = quantized_file.stored_as(file)
@@ -212,6 +215,7 @@ def load(
         progress=progress,
         quant=quant,
         stored=stored,
+        adapters=adapters,
     )
 
 
@@ -225,20 +229,24 @@ def from_tensors(
     progress: bool | None = None,
     quant: Quantisation = PLAIN,
     stored: Stored | None = None,
+    adapters: Sequence[Adapter] = (),
 ) -> Weights:
     """Check published tensors and bring them into compute layout, one at a time; empties `tensors` on the way.
 
-    quant   how to keep the large matrices
-    stored  what says that they are quantised already, and how: then `quant` does not count
+    quant     how to keep the large matrices
+    stored    what says that they are quantised already, and how: then `quant` does not count
+    adapters  to be merged into it, in this order, in fp32 and before matrices are rounded or quantised
     """
     shape = check_tensors(tensors, name, stored, quant)
     quant = stored.quant if stored else quant
     architecture = architecture_of(tensors, name)
-    fingerprint = quant.fingerprint(stored.source if stored else fingerprint_of(tensors))
+    merge = _merge(adapters, tensors, name, stored)
+    fingerprint = quant.fingerprint(stored.source if stored else merge.fingerprint(fingerprint_of(tensors)))
+    merge.replace(tensors)
     device = torch.device(device)
     bar = tqdm(total=len(tensors), desc=f"loading {Path(name).name}", unit="tensor", leave=False, disable=_hide(progress))
     with bar:
-        reader = TensorReader(tensors, name, dtype, device, bar)
+        reader = TensorReader(tensors, name, dtype, device, bar, merge)
         # The large tables first: beside what is kept there is one tensor of the file, and that had better be small at the end.
         ln0 = (reader.vector("blocks.0.ln0.weight"), reader.vector("blocks.0.ln0.bias"))
         embedding = reader.take("emb.weight")
@@ -288,6 +296,17 @@ def _take_layer(i: int, reader: TensorReader, name: str) -> Layer:
         ffn_key=reader.weight([ffn + "key.weight"], name),
         ffn_value=reader.weight([ffn + "value.weight"], name, transposed=True),
     )
+
+
+def _merge(adapters: Sequence[Adapter], tensors: dict[str, torch.Tensor], name: str, stored: Stored | None) -> Merge:
+    """Return what the adapters make of the tensors; CheckpointError where they cannot be merged into these."""
+    if adapters and stored:
+        raise CheckpointError(
+            f"{name}: its matrices are quantised already; an adapter is merged into the model they were made of"
+        )
+    merge = Merge(adapters)
+    merge.check_fits(tensors)
+    return merge
 
 
 def check_tensors(
