@@ -8,11 +8,12 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from rwkv_batch.errors import CheckpointError
+from rwkv_batch.model.architectures import Shape
 from rwkv_batch.model.checkpoint import read_file
 from rwkv_batch.model.quantized import Quantisation
 from rwkv_batch.model.quantized_file import SCALES, Stored, metadata_of, stored_as
 from rwkv_batch.model.tensor_reader import TensorReader
-from rwkv_batch.model.weights import ModelShape, check_tensors, fingerprint_of
+from rwkv_batch.model.weights import check_tensors, fingerprint_of
 
 
 def write_quantised(source: Path, target: Path, quant: Quantisation, device: torch.device) -> int:
@@ -42,7 +43,7 @@ def write_quantised(source: Path, target: Path, quant: Quantisation, device: tor
 
 
 def _quantised(
-    tensors: dict[str, torch.Tensor], shape: ModelShape, name: str, quant: Quantisation, device: torch.device
+    tensors: dict[str, torch.Tensor], shape: Shape, name: str, quant: Quantisation, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Return what the file holds, on the host; empties `tensors`."""
     matrices, kept = shape.matrices(quant), {}

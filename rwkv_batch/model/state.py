@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from rwkv_batch.model.weights import HEAD_SIZE, ModelShape
+from rwkv_batch.model.architectures import Shape
 
 
 class Fill(Protocol):
@@ -50,7 +50,7 @@ class State:
 
     def __init__(
         self,
-        shape: ModelShape,
+        shape: Shape,
         num_slots: int,
         *,
         shift_dtype: torch.dtype = torch.float32,
@@ -61,7 +61,7 @@ class State:
         self.shape = shape
         self.num_slots = num_slots
         self.shift = torch.zeros(shape.num_layers, 2, num_slots, shape.width, dtype=shift_dtype, device=device)
-        heads = (shape.num_heads, HEAD_SIZE, HEAD_SIZE)
+        heads = (shape.num_heads, shape.head_size, shape.head_size)
         self.wkv = torch.zeros(shape.num_layers, num_slots, *heads, dtype=wkv_dtype, device=device)
         self.last_ids = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.elapsed = [0] * num_slots
@@ -77,7 +77,7 @@ class State:
     @classmethod
     def num_bytes(
         cls,
-        shape: ModelShape,
+        shape: Shape,
         num_slots: int,
         *,
         shift_dtype: torch.dtype = torch.float32,
@@ -111,7 +111,7 @@ class State:
         """Return a copy of each slot, with as many launches as for one."""
         if self._fill is None:
             return [self.take(slot) for slot in slots]
-        layers, heads = self.shape.num_layers, (self.shape.num_heads, HEAD_SIZE, HEAD_SIZE)
+        layers, heads = self.shape.num_layers, self.wkv.shape[2:]
         shift = [self.shift.new_empty(layers, 2, self.shape.width) for _ in slots]
         wkv = [self.wkv.new_empty(layers, *heads) for _ in slots]
         self._fill.take(slots, shift=(self._shift_rows, shift), wkv=(self._wkv_rows, wkv))

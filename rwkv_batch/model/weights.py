@@ -7,9 +7,10 @@ of slots, requests or sampling.
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from tqdm import tqdm
@@ -17,7 +18,7 @@ from tqdm import tqdm
 from rwkv_batch.errors import CheckpointError
 from rwkv_batch.model import quantized, quantized_file
 from rwkv_batch.model.adapters.adapter import Adapter, Merge
-from rwkv_batch.model.architectures import architecture_of
+from rwkv_batch.model.architectures import BaseLayer, Shape, architecture_of, dims_of, layout_of, num_layers_of
 from rwkv_batch.model.checkpoint import find_checkpoint, one_line, read_file
 from rwkv_batch.model.quantized import PLAIN, Quantisation
 from rwkv_batch.model.quantized_file import SCALES, Stored
@@ -31,25 +32,18 @@ MIXES = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g")  # the order of `Layer.att_mi
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """The numbers that fix every tensor of a checkpoint: L layers, width C, H heads of 64, feed-forward F, vocabulary V."""
+class ModelShape(Shape):
+    """RWKV-7's: heads of 64, and the ranks of the low-rank pairs."""
 
-    num_layers: int
-    width: int
-    ffn_width: int
-    vocab_size: int
     rank_w: int
     rank_a: int
     rank_v: int
     rank_g: int
 
-    @property
-    def num_heads(self) -> int:
-        """Heads of 64 values each."""
-        return self.width // HEAD_SIZE
+    head_size: ClassVar[int] = HEAD_SIZE
 
-    def tensors(self, *, v_first_residual: bool) -> dict[str, tuple[int, ...]]:
-        """Return every tensor's name and shape; `v_first_residual`: whether layer 0 carries the unused v0, v1, v2."""
+    def tensors(self, *, v_first_residual: bool = False) -> dict[str, tuple[int, ...]]:
+        """See Shape."""
         c, f, v = self.width, self.ffn_width, self.vocab_size
         shapes: dict[str, tuple[int, ...]] = {"emb.weight": (v, c), "head.weight": (v, c)}
         for norm in ("blocks.0.ln0", "ln_out"):
@@ -71,7 +65,7 @@ class ModelShape:
         return shapes
 
     def matrices(self, quant: Quantisation) -> dict[str, bool]:
-        """Return the names of what is quantised, and whether it is stored transposed."""
+        """See Shape."""
         if not quant.format:
             return {}
         names = [f"att.{name}.weight" for name in ("receptance", "key", "value", "output")] + ["ffn.key.weight"]
@@ -80,20 +74,9 @@ class ModelShape:
             found |= {f"blocks.{i}.{name}": False for name in names} | {f"blocks.{i}.ffn.value.weight": True}
         return found
 
-    def count_bytes(self, dtype: torch.dtype, quant: Quantisation = PLAIN) -> int:
-        """Bytes of all tensors, in `dtype` where they are not quantised."""
-        matrices, total = self.matrices(quant), 0
-        for name, dims in self.tensors(v_first_residual=False).items():
-            if name in matrices:
-                transposed = matrices[name]
-                total += quantized.num_bytes(quant.format, dims[::-1] if transposed else dims, transposed=transposed)
-            else:
-                total += torch.Size(dims).numel() * dtype.itemsize
-        return total
-
 
 @dataclass
-class Layer:
+class Layer(BaseLayer):
     """One block's tensors in the compute dtype (norms, mixes and gates' biases stay fp32); large matrices may be quantised.
 
     Matrices are [out, in] as published, except `ffn_value`, kept [F, C] so that the row of an inactive unit can be skipped;
@@ -128,12 +111,6 @@ class Layer:
     ffn_key: Weight  # [F, C]
     ffn_value: Weight  # [F, C]
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Everything that is kept, scales of quantised matrices included."""
-        values = (getattr(self, f.name) for f in fields(self))
-        return [t for v in values if v is not None for t in (v.tensors() if isinstance(v, Weight) else (v,))]
-
     @cached_property
     def receptance(self) -> Weight:
         """[C, C]."""
@@ -162,11 +139,11 @@ class Weights:
                  how the matrices are quantised, the same for all file formats
     """
 
-    shape: ModelShape
+    shape: Shape
     dtype: torch.dtype
     fingerprint: str
     embedding: torch.Tensor
-    layers: list[Layer]
+    layers: Sequence[BaseLayer]
     ln_out_weight: torch.Tensor
     ln_out_bias: torch.Tensor
     head: Weight
@@ -255,7 +232,7 @@ def from_tensors(
         head = reader.weight(("head.weight",), quant.of_head)
         output_ids = _output_ids(head, valid_ids, name)
         head = _keep_rows(head, output_ids)
-        layers = [_take_layer(i, reader, quant.format) for i in range(shape.num_layers)]
+        layers = [layout_of(architecture).take_layer(i, reader, quant.format) for i in range(shape.num_layers)]
         return Weights(
             shape=shape,
             dtype=dtype,
@@ -271,7 +248,8 @@ def from_tensors(
         )
 
 
-def _take_layer(i: int, reader: TensorReader, name: str) -> Layer:
+def take_layer(i: int, reader: TensorReader, name: str) -> Layer:
+    """Take one block of RWKV-7 out of the checkpoint; `name`: the format of its large matrices, "" = as they are."""
     p, att, ffn = f"blocks.{i}.", f"blocks.{i}.att.", f"blocks.{i}.ffn."
     take, vector = reader.take, reader.vector
     if i == 0:
@@ -311,13 +289,13 @@ def _merge(adapters: Sequence[Adapter], tensors: dict[str, torch.Tensor], name: 
 
 def check_tensors(
     tensors: dict[str, torch.Tensor], name: str, stored: Stored | None = None, quant: Quantisation = PLAIN
-) -> ModelShape:
+) -> Shape:
     """Return the shape the tensors have, once every name, shape and dtype agrees with it; CheckpointError otherwise.
 
     stored, quant  as in `from_tensors`
     """
-    architecture_of(tensors, name)
-    shape = _shape_of(tensors, name)
+    architecture = architecture_of(tensors, name)
+    shape = layout_of(architecture).shape_of(tensors, name)
     if (stored or quant.format) and shape.ffn_width % quantized.BLOCK:
         raise CheckpointError(
             f"{name}: cannot be quantised: its feed-forward width {shape.ffn_width} is not a multiple of {quantized.BLOCK}"
@@ -342,22 +320,20 @@ def check_tensors(
     for problem, found in problems.items():
         if found:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            raise CheckpointError(f"{name}: not an RWKV-7 checkpoint that can be run: {problem}: {', '.join(found[:3])}{more}")
+            raise CheckpointError(
+                f"{name}: not an {architecture} checkpoint that can be run: {problem}: {', '.join(found[:3])}{more}"
+            )
     return shape
 
 
-def _shape_of(tensors: dict[str, torch.Tensor], name: str) -> ModelShape:
+def shape_of(tensors: dict[str, torch.Tensor], name: str) -> ModelShape:
+    """Return the shape that RWKV-7's tensors have; CheckpointError where they tell of none."""
+
     def dims(key: str, count: int) -> torch.Size:
-        if key not in tensors or tensors[key].dim() != count:
-            raise CheckpointError(f"{name}: not an RWKV-7 checkpoint (no {count}-dimensional tensor {key})")
-        return tensors[key].shape
+        return dims_of(tensors, key, count, name)
 
     vocab_size, width = dims("emb.weight", 2)
-    names = [key.split(".") for key in tensors]
-    layers = {int(n[1]) for n in names if n[0] == "blocks" and len(n) > 1 and n[1].isdecimal() and len(n[1]) < 5}
-    num_layers = len(layers)
-    if layers != set(range(num_layers)):
-        raise CheckpointError(f"{name}: its layers are not numbered 0 to {num_layers - 1} without gaps")
+    num_layers = num_layers_of(tensors, name)
     if width == 0 or width % HEAD_SIZE or vocab_size == 0:
         raise CheckpointError(f"{name}: width {width} is not a multiple of the head size {HEAD_SIZE}")
     heads = dims("blocks.0.att.r_k", 2)

@@ -18,8 +18,8 @@ import msgspec
 import torch
 
 from rwkv_batch.errors import Unprocessable
+from rwkv_batch.model.architectures import Shape
 from rwkv_batch.model.state import Snapshot
-from rwkv_batch.model.weights import HEAD_SIZE, ModelShape
 
 MAGIC = b"rwkvstat"
 VERSION = 1
@@ -57,7 +57,7 @@ class Stored:
 class StateFile:
     """Writes and reads the states of one model."""
 
-    def __init__(self, fingerprint: str, shape: ModelShape):
+    def __init__(self, fingerprint: str, shape: Shape):
         self.fingerprint = fingerprint
         self.shape = shape
 
@@ -132,8 +132,8 @@ class StateFile:
             raise _unusable("it is damaged or has another shape than this model's states") from None
 
     def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        layers, width = self.shape.num_layers, self.shape.width
-        return (layers, 2, width), (layers, self.shape.num_heads, HEAD_SIZE, HEAD_SIZE)
+        layers, width, size = self.shape.num_layers, self.shape.width, self.shape.head_size
+        return (layers, 2, width), (layers, self.shape.num_heads, size, size)
 
     def _read_header(self, data: bytes) -> tuple[int, int, tuple[torch.dtype, torch.dtype]]:
         """Return (tokens, newlines, dtypes)."""

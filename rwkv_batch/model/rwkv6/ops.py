@@ -1,0 +1,120 @@
+"""The ops that RWKV-6 has and RWKV-7 has not, in plain torch; the others are those of `reference_ops.py`, and so are the rules.
+
+Ops take packed rows: N tokens of B rows one after another, described by `PackedRows`. Arithmetic is fp32.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from rwkv_batch.model.packed_rows import CHUNK, PackedRows
+from rwkv_batch.model.reference_ops import GROUP_NORM_EPS, linear, project
+from rwkv_batch.model.reference_ops import channel_mix as squared_relu
+from rwkv_batch.model.rwkv6.weights import Rwkv6Layer
+
+NO_MORE = 1e6  # of -log w: exp(-1e6) is 0, and what is above might be infinite
+
+
+def take_previous(x: torch.Tensor, shift: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    """Return the token before each token [N, C]; that before a row's first comes from `shift` [S, C], which takes its last."""
+    kept = shift[rows.slot_index]
+    if rows.is_decode:
+        previous = kept.to(x.dtype, copy=True)
+        shift[rows.slot_index] = x.to(shift.dtype)
+        return previous
+    previous = x.roll(1, 0)
+    previous[rows.first_token_index] = kept.to(x.dtype)
+    shift[rows.slot_index] = x[rows.last_token_index].to(shift.dtype)
+    return previous
+
+
+def time_mix(
+    x: torch.Tensor, layer: Rwkv6Layer, shift: torch.Tensor, wkv_state: torch.Tensor, rows: PackedRows
+) -> torch.Tensor:
+    """The attention-like half of a block: x [N, C], normalised; wkv_state [S, H, K, K] updated in place -> [N, C]."""
+    n, c = x.shape
+    heads = (n, *layer.bonus.shape)
+    difference = take_previous(x, shift, rows) - x
+    parts = project(torch.addcmul(x, difference, layer.mix_all), layer.mix_down).tanh_()
+    parts = parts.view(n, 5, -1).transpose(0, 1)
+    by_token = torch.bmm(parts.to(layer.mix_up.dtype), layer.mix_up).float().add_(layer.mix)
+    x_w, x_k, x_v, x_r, x_g = torch.addcmul(x, difference, by_token).unbind()
+    log_w = project(project(x_w, layer.decay_down).tanh_(), layer.decay_up, layer.decay).exp_().clamp_(max=NO_MORE).neg_()
+    r, k, v = linear(x_r, layer.receptance), linear(x_k, layer.key), linear(x_v, layer.value)
+    y = wkv(r.view(heads), log_w.view(heads), k.view(heads), v.view(heads), layer.bonus, wkv_state, rows)
+    y = torch.group_norm(y.view(n, c), heads[1], layer.ln_x_weight, layer.ln_x_bias, GROUP_NORM_EPS)
+    return linear(y * F.silu(linear(x_g, layer.gate)), layer.output)
+
+
+def channel_mix(x: torch.Tensor, layer: Rwkv6Layer, shift: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    """The feed-forward half: x [N, C], normalised -> [N, C], squared ReLU behind a gate."""
+    difference = take_previous(x, shift, rows) - x
+    x_k = torch.addcmul(x, difference, layer.ffn_mix_k)
+    gate = linear(torch.addcmul(x, difference, layer.ffn_mix_r), layer.ffn_receptance).sigmoid_()
+    return gate.mul_(squared_relu(x_k[None], layer))
+
+
+def wkv(r, log_w, k, v, bonus: torch.Tensor, state: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    """The recurrence y = (S + v (u k)^T) r, S <- S diag(w) + v k^T, for each row from its slot's state.
+
+    r, log_w, k, v  [N, H, K] fp32; w = exp(log_w), which may be 0
+    bonus           u [H, K]: what the token's own key counts for it
+    state           [S, H, K value, K key], updated in place
+    Returns y [N, H, K] fp32. Rows of one token take one step; longer ones a chunk at a time.
+    """
+    own = (r * bonus * k).sum(-1, keepdim=True) * v
+    if rows.is_decode:
+        return own.add_(_step(r, log_w, k, v, state, rows.slot_index))
+    if rows.single:
+        at, slots = rows.single_at
+        own[at] += _step(*(t[at] for t in (r, log_w, k, v)), state, slots)
+    _chunks(r, log_w, k, v, state, rows, own)
+    return own
+
+
+def _step(r, log_w, k, v, state: torch.Tensor, slots: torch.Tensor | slice) -> torch.Tensor:
+    """What one token of each of B rows reads of its state [B, H, K], and the state behind it."""
+    s = state[slots].float()
+    y = (s @ r.unsqueeze(-1)).squeeze(-1)
+    state[slots] = torch.addcmul(s * log_w.exp().unsqueeze(-2), v.unsqueeze(-1), k.unsqueeze(-2)).to(state.dtype)
+    return y
+
+
+def _chunks(r, log_w, k, v, state: torch.Tensor, rows: PackedRows, y: torch.Tensor) -> None:
+    """Add to y's positions what the tokens of longer rows read of their states and of earlier tokens of their chunks.
+
+    With G_i the decay from a chunk's start through token i: y_i = S_0 (G_{i-1} r_i) + sum_{j<i} v_j (k_j G_{i-1}/G_j . r_i).
+    Nothing bounds a decay from below, so a ratio is not split into two factors, one of which might overflow: it is taken as
+    exp(log G_{i-1} - log G_j), never above 1, for each pair of tokens. The sums are fp64, since after one strong decay fp32
+    would have lost what tells later tokens apart.
+    """
+    chunks = rows.chunks
+    size = r.shape[-1]
+    s = state[chunks.slots].float()  # [R, H, K, K], of which the rows with a chunk number c come first
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=r.device).triu()  # j >= i: token i sees nothing of these
+    start = 0
+    for count in chunks.counts:
+        index = chunks.index[start : start + count]
+        live, heads = s[:count], (count, CHUNK, -1, size)
+
+        def cut(t: torch.Tensor, index: torch.Tensor = index, heads: tuple = heads) -> torch.Tensor:  # -> [count, H, CHUNK, K]
+            return t[index].view(heads).transpose(1, 2)
+
+        queries, decays, keys, values = cut(r), cut(log_w), cut(k), cut(v)
+        real = None
+        if chunks.padding is not None:  # padded tokens must change nothing
+            real = ~chunks.padding[start : start + count]
+            decays, keys = (t * real[:, None, :, None] for t in (decays, keys))
+        through = decays.double().cumsum(2)  # log G_i
+        before = through - decays
+        ratios = (before.unsqueeze(3) - through.unsqueeze(2)).float().masked_fill_(later[:, :, None], -torch.inf).exp_()
+        scores = (ratios.mul_(keys.unsqueeze(2)) @ queries.unsqueeze(-1)).squeeze(-1)
+        out = scores @ values + (queries * before.float().exp()) @ live.transpose(2, 3)
+        to_end = (through[:, :, -1:] - through).float().exp()
+        live.mul_(through[:, :, -1:].float().exp()).add_(values.transpose(2, 3) @ (keys * to_end))
+        out = out.transpose(1, 2)
+        if real is None:
+            y[index] += out
+        else:
+            y[index[real]] += out[real]
+        start += count
+    state[chunks.slots] = s.to(state.dtype)
