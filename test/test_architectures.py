@@ -1,33 +1,40 @@
 """A checkpoint's architecture decides which model runs it."""
 
-import sys
-from types import ModuleType
-
 import pytest
+import torch
 from models import TINY, random_weights
+from rwkv6_models import random_tensors6
 
+from rwkv_batch.config import Config
 from rwkv_batch.engine import build
-from rwkv_batch.errors import CheckpointError
-from rwkv_batch.model import architectures, reference_ops
+from rwkv_batch.errors import CheckpointError, UsageError
+from rwkv_batch.model import architectures, reference_ops, weights
 from rwkv_batch.model.architectures import architecture_of, model_class
+from rwkv_batch.model.rwkv6 import forward as rwkv6
 from rwkv_batch.model.rwkv7 import Model
 
 
 def test_published_checkpoints_are_told_apart():
     assert architecture_of(["emb.weight", "blocks.0.att.r_k"], "m") == "RWKV-7"
-    for mark, architecture in list(architectures.MARKS.items())[1:]:
-        with pytest.raises(CheckpointError, match=f"m: an {architecture} checkpoint; what runs here: RWKV-7"):
+    assert architecture_of(random_tensors6(), "m") == "RWKV-6"
+    for mark, architecture in list(architectures.MARKS.items())[2:]:
+        with pytest.raises(CheckpointError, match=f"m: an {architecture} checkpoint; what runs here: RWKV-7, RWKV-6"):
             architecture_of(["emb.weight", f"blocks.0{mark}", "blocks.0.att.time_decay"], "m")
+    x052 = ["blocks.0.att.time_mix_k", "blocks.0.att.time_mix_g", "blocks.0.att.time_faaaa", "blocks.0.att.gate.weight"]
+    with pytest.raises(CheckpointError, match="m: an RWKV-5 checkpoint"):
+        architecture_of(x052, "m")
 
 
-def test_a_second_architecture_needs_a_module_and_a_line(monkeypatch):
-    other = ModuleType("rwkv_batch.model.rwkv6")
-    other.Model = type("Model", (Model,), {})
-    monkeypatch.setitem(sys.modules, other.__name__, other)
-    monkeypatch.setitem(architectures.RUNNABLE, "RWKV-6", other.__name__)
-    assert architecture_of(["blocks.0.att.time_maa_x"], "m") == "RWKV-6"
-    assert model_class("RWKV-6") is other.Model
-    weights = random_weights(TINY)
-    assert type(build.model_of(weights, reference_ops, "reference")) is Model
-    monkeypatch.setattr(weights, "architecture", "RWKV-6")
-    assert type(build.model_of(weights, reference_ops, "reference")) is other.Model
+def test_each_architecture_has_its_model():
+    assert {name: model_class(name) for name in architectures.RUNNABLE} == {"RWKV-7": Model, "RWKV-6": rwkv6.Model}
+    assert type(build.model_of(random_weights(TINY), reference_ops, "reference")) is Model
+    assert type(build.model_of(weights.from_tensors(dict(random_tensors6())), reference_ops, "reference")) is rwkv6.Model
+
+
+def test_what_has_no_kernels_says_so():
+    gpu = torch.device("cuda", 0)
+    for settings in ({"ops": "kernels"}, {"ops": "compile"}, {"compile": "default"}):
+        for device in (gpu, torch.device("cpu")):
+            with pytest.raises(UsageError, match=r"--(ops|compile) \w+: RWKV-6 runs in plain torch only"):
+                build.find_kernels(Config(**settings), device, "RWKV-6")
+    assert build.find_kernels(Config(), gpu, "RWKV-6") is None

@@ -48,6 +48,7 @@ COVERED_BY = {
     "rwkv_batch/kernels/state_fill": "test_gpu_fill",
     "rwkv_batch/model": "test_model",
     "rwkv_batch/model/adapters": "test_adapters",
+    "rwkv_batch/model/rwkv6": "test_rwkv6",
     "rwkv_batch/model/checkpoint": "test_weights",
     "rwkv_batch/model/packed_file": "test_demo",
     "rwkv_batch/model/quantized_writer": "test_quantized_file",

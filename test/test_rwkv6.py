@@ -2,7 +2,12 @@
 
 import importlib.util
 import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+import adapter_files
 import numpy as np
 import pytest
 import torch
@@ -10,13 +15,22 @@ from models import SHARED
 from rwkv6_models import SHAPES6, TINY6, Oracle6, random_tensors6
 from test_model import greedy, random_split, run
 
-from rwkv_batch.errors import CheckpointError
+from rwkv_batch.config import Config
+from rwkv_batch.engine.build import build_engine_loop
+from rwkv_batch.engine.engine_loop import EngineLoop
+from rwkv_batch.errors import CheckpointError, Unprocessable
 from rwkv_batch.model import weights as weights_module
+from rwkv_batch.model.adapters import adapter_file
 from rwkv_batch.model.architectures import model_class
 from rwkv_batch.model.packed_rows import CHUNK, PackedRows
 from rwkv_batch.model.quantized import FORMATS, Quantisation
+from rwkv_batch.model.rwkv6 import ops
 from rwkv_batch.model.rwkv6.forward import Model
 from rwkv_batch.model.state import State
+from rwkv_batch.request import Failure, Finish, Request
+from rwkv_batch.session_messages import Session
+from rwkv_batch.sessions.state_file import StateFile, Stored
+from sampling.params import SamplingParams
 
 TOLERANCE = 1e-4  # max abs error of a logit, fp32 against float64
 
@@ -60,7 +74,9 @@ def test_decays_of_any_strength_neither_overflow_nor_lose_later_tokens():
     assert torch.isfinite(run(model_of(tensors), tokens, [len(tokens)])).all()
 
 
-def test_rows_do_not_see_one_another():
+@pytest.mark.parametrize("pairs", [1, 2**21])
+def test_rows_do_not_see_one_another(pairs, monkeypatch):
+    monkeypatch.setitem(ops.PAIRS, "cpu", pairs)
     rng = random.Random(1)
     model = model_of(random_tensors6())
     state = State(model.weights.shape, 8)
@@ -127,6 +143,19 @@ def test_quantised_matrices_run_as_what_they_stand_for(form):
     assert found.fingerprint != model_of(tensors).weights.fingerprint
 
 
+def test_an_adapter_is_merged(tmp_path):
+    tensors = {key: tensor.float() for key, tensor in random_tensors6().items()}
+    file, formula = adapter_files.lora(tensors, tmp_path, layers=[1])
+    changed = dict(tensors)
+    for name in ("att.receptance", "ffn.value"):
+        prefix = f"blocks.1.{name}"
+        changed[f"{prefix}.weight"] = torch.from_numpy(formula(tensors[f"{prefix}.weight"].double().numpy(), prefix)).float()
+    merged = weights_module.from_tensors(dict(tensors), adapters=[adapter_file.read(file)]).layers[1]
+    wanted = weights_module.from_tensors(changed).layers[1]
+    for name in ("receptance", "ffn_value"):
+        assert torch.allclose(getattr(merged, name).dense(), getattr(wanted, name).dense(), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -148,6 +177,74 @@ def test_a_broken_checkpoint_is_refused_in_one_line(change, words):
         weights_module.from_tensors(tensors)
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@contextmanager
+def looped(folder: Path, tensors: dict[str, torch.Tensor], **settings) -> Iterator[EngineLoop]:
+    """An engine put together as the server's is, with what it delivered as `events`."""
+    torch.save(tensors, folder / "m.pth")
+    events = []
+    config = Config(model_path=str(folder / "m.pth"), slots=4, state_db=str(folder / "db"), prefix_min_tokens=32, **settings)
+    loop = build_engine_loop(config, lambda batch: events.extend(batch.get(b"test", ())))
+    loop.events = events
+    try:
+        yield loop
+    finally:
+        loop.stop()
+        loop.run()
+
+
+@pytest.fixture
+def loop(tmp_path):
+    """An engine on the CPU."""
+    with looped(tmp_path, random_tensors6(SHAPES6["small heads"], 256), device="cpu") as found:
+        yield found
+
+
+def answer(loop, prompt: list[int], **fields) -> tuple[list[int], Finish]:
+    """The greedy ids behind a prompt, and how the row ended."""
+    sampling = SamplingParams(temperature=0, alpha_presence=0, alpha_frequency=0, ignore_eos=True, logprobs=0)
+    request = Request(id=f"r{loop.last_step}", prompts=[prompt], sampling=sampling, **{"max_tokens": 8, **fields})
+    loop.submit(request, b"test")
+    ids, deadline = [], time.monotonic() + 60
+    while time.monotonic() < deadline:
+        loop.step()
+        events = loop.events[:]
+        loop.events.clear()
+        for event in events:
+            assert not isinstance(event, Failure), event
+            ids += [token.id for delta in event.deltas for token in delta.logprobs or ()]
+            if event.finishes:
+                return ids, event.finishes[0]
+    raise AssertionError("no end")
+
+
+def test_sessions_and_cached_prefixes_go_on_where_they_were(loop):
+    rng = random.Random(3)
+    begin, more = ([rng.randrange(1, 256) for _ in range(n)] for n in (90, 20))
+    expected, finish = answer(loop, begin + more, cache=False)
+    assert (len(expected), finish.reason) == (8, "length")
+    answer(loop, begin, max_tokens=0, session=Session(name="s", separate=False))
+    assert answer(loop, more, session=Session(name="s", separate=False))[0] == expected
+    assert answer(loop, begin + more)[1].cached_tokens == 0
+    found, finish = answer(loop, begin + more)
+    assert finish.cached_tokens > 0
+    assert found == expected
+
+
+def test_a_state_survives_its_file():
+    model = model_of(random_tensors6(SHAPES6["small heads"]))
+    state = State(model.weights.shape, 2)
+    run(model, [1, 2, 3], [3], state=state)
+    file = StateFile(model.weights.fingerprint, model.weights.shape)
+    data = b"".join(bytes(piece) for piece in file.encode(Stored(state.take(1), 0)))
+    assert len(data) <= file.size(torch.float32, torch.float32)
+    found = file.decode([data]).snapshot
+    assert found.wkv.shape == (3, 8, 8, 8)
+    assert torch.equal(found.wkv, state.wkv[:, 1])
+    assert torch.equal(found.shift, state.shift[:, :, 1])
+    with pytest.raises(Unprocessable, match="another model"):
+        StateFile("0" * 32, model.weights.shape).decode([data])
 
 
 @pytest.fixture

@@ -163,9 +163,13 @@ BROKEN = {
     "wrong shape": (lambda f, t: _save(f / "m.pth", t | {"blocks.1.att.w1": torch.zeros(128, 31)}), "wrong shape"),
     "wrong dtype": (lambda f, t: _save(f / "m.pth", t | {"ln_out.bias": torch.zeros(128, dtype=torch.int32)}), "dtype"),
     "foreign names": (lambda f, t: _save(f / "m.pth", {f"model.{k}": v for k, v in t.items()}), "not an RWKV-7 checkpoint"),
-    "RWKV-6": (
+    "RWKV-6 without its rest": (
         lambda f, t: _save(f / "m.pth", {"emb.weight": t["emb.weight"], "blocks.0.att.time_maa_x": t["ln_out.bias"]}),
-        "an RWKV-6 checkpoint; what runs here: RWKV-7",
+        "not an RWKV-6 checkpoint",
+    ),
+    "RWKV-5": (
+        lambda f, t: _save(f / "m.pth", {"emb.weight": t["emb.weight"], "blocks.0.att.time_mix_g": t["ln_out.bias"]}),
+        "an RWKV-5 checkpoint; what runs here: RWKV-7, RWKV-6",
     ),
     "RWKV-4": (
         lambda f, t: _save(f / "m.pth", {"emb.weight": t["emb.weight"], "blocks.0.att.time_first": t["ln_out.bias"]}),

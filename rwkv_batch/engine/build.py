@@ -44,7 +44,7 @@ from rwkv_batch.model import checkpoint, reference_ops
 from rwkv_batch.model import weights as weights_module
 from rwkv_batch.model.adapters import adapter_file
 from rwkv_batch.model.adapters.adapter import Adapter
-from rwkv_batch.model.architectures import model_class
+from rwkv_batch.model.architectures import NEWEST, architecture_of, model_class
 from rwkv_batch.model.packed_rows import CapturedRows
 from rwkv_batch.model.quantized import PLAIN, Quantisation
 from rwkv_batch.model.quantized_file import Stored, described, stored_as
@@ -79,9 +79,9 @@ def build_engine_loop(config: Config, deliver: Callable[[dict[bytes, list[Progre
     started = time.monotonic()
     device = choose_device(config.device)
     store = open_store(config)
-    library = find_kernels(config, device)
     dtype = choose_dtype(config, device)
     tensors, name, stored = read_model(config)
+    library = find_kernels(config, device, architecture_of(tensors, name))
     quant = choose_quant(config, name, stored)
     check_quant(quant, device)
     adapters = read_adapters(config)
@@ -239,8 +239,15 @@ def plan_memory(
     return MemoryPlan(device, shape, dtype, wkv_dtype, buffers, sampling_bytes(shape, config.max_logit_bias), quant)
 
 
-def find_kernels(config: Config, device: torch.device) -> ctypes.CDLL | None:
+def find_kernels(config: Config, device: torch.device, architecture: str = NEWEST) -> ctypes.CDLL | None:
     """Return the kernels for `device`, built if need be; None = reference ops. UsageError when they are asked for in vain."""
+    if architecture != NEWEST:
+        if config.compile or config.ops in ("compile", "kernels"):
+            param = "compile" if config.compile else "ops"
+            raise UsageError(f"--{param} {getattr(config, param)}: {architecture} runs in plain torch only", param=param)
+        if device.type != "cpu":
+            log.warning("%s runs in plain torch: there are no kernels for it, and no captured graphs", architecture)
+        return None
     if device.type == "cpu":
         if config.ops == "kernels":
             raise UsageError("--ops kernels: there are kernels for GPUs only", param="ops")

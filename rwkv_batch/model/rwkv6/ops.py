@@ -11,6 +11,7 @@ from rwkv_batch.model.reference_ops import GROUP_NORM_EPS, linear, project
 from rwkv_batch.model.reference_ops import channel_mix as squared_relu
 from rwkv_batch.model.rwkv6.weights import Rwkv6Layer
 
+PAIRS = {"cpu": 2**21, "cuda": 2**25}  # decays between pairs of tokens that are worked on at a time
 NO_MORE = 1e6  # of -log w: exp(-1e6) is 0, and what is above might be infinite
 
 
@@ -88,33 +89,36 @@ def _chunks(r, log_w, k, v, state: torch.Tensor, rows: PackedRows, y: torch.Tens
     would have lost what tells later tokens apart.
     """
     chunks = rows.chunks
-    size = r.shape[-1]
     s = state[chunks.slots].float()  # [R, H, K, K], of which the rows with a chunk number c come first
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=r.device).triu()  # j >= i: token i sees nothing of these
+    at_once = max(1, PAIRS[r.device.type] // (CHUNK * CHUNK * r.shape[1] * r.shape[2]))
     start = 0
     for count in chunks.counts:
-        index = chunks.index[start : start + count]
-        live, heads = s[:count], (count, CHUNK, -1, size)
-
-        def cut(t: torch.Tensor, index: torch.Tensor = index, heads: tuple = heads) -> torch.Tensor:  # -> [count, H, CHUNK, K]
-            return t[index].view(heads).transpose(1, 2)
-
-        queries, decays, keys, values = cut(r), cut(log_w), cut(k), cut(v)
-        real = None
-        if chunks.padding is not None:  # padded tokens must change nothing
-            real = ~chunks.padding[start : start + count]
-            decays, keys = (t * real[:, None, :, None] for t in (decays, keys))
-        through = decays.double().cumsum(2)  # log G_i
-        before = through - decays
-        ratios = (before.unsqueeze(3) - through.unsqueeze(2)).float().masked_fill_(later[:, :, None], -torch.inf).exp_()
-        scores = (ratios.mul_(keys.unsqueeze(2)) @ queries.unsqueeze(-1)).squeeze(-1)
-        out = scores @ values + (queries * before.float().exp()) @ live.transpose(2, 3)
-        to_end = (through[:, :, -1:] - through).float().exp()
-        live.mul_(through[:, :, -1:].float().exp()).add_(values.transpose(2, 3) @ (keys * to_end))
-        out = out.transpose(1, 2)
-        if real is None:
-            y[index] += out
-        else:
-            y[index[real]] += out[real]
+        for first in range(0, count, at_once):
+            last = min(first + at_once, count)
+            index = chunks.index[start + first : start + last]
+            real = None if chunks.padding is None else ~chunks.padding[start + first : start + last]
+            out = _chunk(*(t[index].transpose(1, 2) for t in (r, log_w, k, v)), s[first:last], real).transpose(1, 2)
+            if real is None:
+                y[index] += out
+            else:
+                y[index[real]] += out[real]
         start += count
     state[chunks.slots] = s.to(state.dtype)
+
+
+def _chunk(r, log_w, k, v, s: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    """What the tokens of one chunk of some rows read [R, H, CHUNK, K], beside their own; s [R, H, K, K] moves on in place.
+
+    real  [R, CHUNK]: which tokens are no padding, None = all
+    """
+    if real is not None:  # padded tokens must change nothing
+        log_w, k = (t * real[:, None, :, None] for t in (log_w, k))
+    through = log_w.double().cumsum(2)  # log G_i
+    before = through - log_w
+    unseen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=r.device).triu()[:, :, None]  # token i sees none of j >= i
+    ratios = (before.unsqueeze(3) - through.unsqueeze(2)).float().masked_fill_(unseen, -torch.inf).exp_()
+    scores = (ratios.mul_(k.unsqueeze(2)) @ r.unsqueeze(-1)).squeeze(-1)
+    out = scores @ v + (r * before.float().exp()) @ s.transpose(2, 3)
+    to_end = (through[:, :, -1:] - through).float().exp()
+    s.mul_(through[:, :, -1:].float().exp()).add_(v.transpose(2, 3) @ (k * to_end))
+    return out
