@@ -126,6 +126,12 @@ class StorageFull(StorageFailed):
     """There is no room for it, on the disk or in what the file may take."""
 
 
+class NoRoom(RwkvBatchError):
+    """There is no memory set aside for what is to be loaded."""
+
+    status, kind, code = 507, "server_error", "no_room"
+
+
 class EngineFailed(RwkvBatchError):
     """A step failed, or a row's logits were not finite; the request's result is lost, the server goes on."""
 

@@ -162,6 +162,7 @@ class Sequence:
     recalled       leading ids of `prompt` that are the session's: they lead from `initial` to its state
     num_waits      times it waited for a row of another request to feed what their prompts share
     cuts           places in `prompt`, ascending, where a plan must stop, because the state there is wanted
+    adapter        what is added to the model's matrices for it (a `LoadedAdapter`), None for nothing
     mask           which tokens may be sampled next (an `engine.token_mask.TokenMask`), None for all
     forced         ids in `prompt`, not fed yet, that count as sampled, because its grammar allowed nothing else
     resumed        whether `prompt` goes on with an answer that has begun
@@ -169,7 +170,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "cached", "cuts", "finalizing", "forced", "index", "initial", "mask", "num_prefilled", "num_sampled",
+        "adapter", "cached", "cuts", "finalizing", "forced", "index", "initial", "mask", "num_prefilled", "num_sampled",
         "num_waits", "prompt", "recalled", "request", "resumed", "slot",
     )  # fmt: skip
 
@@ -185,6 +186,7 @@ class Sequence:
         self.recalled = 0
         self.num_waits = 0
         self.cuts: list[int] = []
+        self.adapter = None
         self.mask = None
         self.forced: list[int] = []
         self.resumed = False

@@ -17,6 +17,7 @@ from rwkv_batch.engine.prefill_graphs import PrefillGraphs
 from rwkv_batch.engine.staging import MaskStaging
 from rwkv_batch.engine.token_mask import take_masks
 from rwkv_batch.errors import Unavailable
+from rwkv_batch.model.adapters.bank import AdapterBank
 from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import Snapshot, State
@@ -33,6 +34,14 @@ class Token(NamedTuple):
     sequence: Sequence
     id: int | None
     logprobs: TokenLogprob | None = None  # for rows that asked
+
+
+class Way(NamedTuple):
+    """How steps run: the model, and what was captured of it."""
+
+    model: Model
+    graphs: DecodeGraphs | None = None
+    prefills: PrefillGraphs | None = None
 
 
 @dataclass
@@ -56,6 +65,8 @@ class Engine:
     state     the state arrays, whose number of slots is the engine's
     graphs    captured decode steps; None = every step is launched kernel by kernel
     prefills  captured prefill steps; None = likewise
+    bank      adapters that single rows may have; None = none
+    adapted   how steps run in which a row has one
     """
 
     def __init__(
@@ -65,12 +76,18 @@ class Engine:
         state: State,
         graphs: DecodeGraphs | None = None,
         prefills: PrefillGraphs | None = None,
+        *,
+        bank: AdapterBank | None = None,
+        adapted: Way | None = None,
     ):
         self.model = model
         self.sampler = sampler
         self.state = state
         self.graphs = graphs
         self.prefills = prefills
+        self.bank = bank
+        self.adapted = adapted
+        self._way = Way(model, graphs, prefills)  # of the step that is being submitted
         self.device = model.weights.device
         self.num_eager_decodes = 0
         self._thread = 0
@@ -122,7 +139,9 @@ class Engine:
 
     def _run(self, rows: list[Row]) -> Step:
         decoding = not any(row.ids for row in rows)
-        if decoding and self.graphs is not None:
+        adapted = self.bank is not None and any(row.sequence.adapter is not None for row in rows)
+        self._way = self.adapted if adapted else Way(self.model, self.graphs, self.prefills)
+        if decoding and self._way.graphs is not None:
             return self._replay(rows)
         if self._is_captured(rows):
             return self._replay_prefill(rows)
@@ -136,7 +155,7 @@ class Engine:
         if scoring is not None:
             logits_of = torch.cat((logits_of, torch.tensor(scoring.positions, dtype=torch.int64, device=self.device)))
         tokens = None if decoding else self._tokens(rows, packed)
-        logits = self.model.forward(tokens, packed, self.state, logits_of=logits_of)
+        logits = self._way.model.forward(tokens, packed, self.state, logits_of=logits_of)
         if scoring is not None:
             scoring.take(logits[len(sampling) + len(keeping) :], self.sampler.ids)
         if keeping:
@@ -169,11 +188,10 @@ class Engine:
 
     def stats(self) -> dict[str, int]:
         """Memory held; steps so far that ran as captured graphs, and decode steps launched operation by operation."""
-        num_replays = 0 if self.graphs is None else self.graphs.num_replays
-        num_prefills = 0 if self.prefills is None else self.prefills.num_replays
+        ways = [way for way in (self, self.adapted) if way is not None]
         return {
-            "graph_steps_total": num_replays,
-            "graph_prefill_steps_total": num_prefills,
+            "graph_steps_total": sum(way.graphs.num_replays for way in ways if way.graphs is not None),
+            "graph_prefill_steps_total": sum(way.prefills.num_replays for way in ways if way.prefills is not None),
             "eager_decode_steps_total": self.num_eager_decodes,
             **memory.in_use(self.device),
         }
@@ -199,14 +217,15 @@ class Engine:
         """Decode one token for each row; those that do not sample keep their logits."""
         rows.sort(key=lambda row: row.keeps)
         sampling, keeping = [row for row in rows if row.sample], [row for row in rows if row.keeps]
-        sampled, logits = self.graphs.replay([row.sequence.slot for row in rows], len(sampling))
+        sampled, logits = self._way.graphs.replay([row.sequence.slot for row in rows], len(sampling))
         if keeping:
             self._keep(keeping, logits[len(sampling) :])
         return self._replayed(sampling, sampled, logits[: len(sampling)]) if sampling else self._unsampled()
 
     def _is_captured(self, rows: list[Row]) -> bool:
         """Whether there is a graph of a prefill step that can feed these rows."""
-        if self.prefills is None or not self.prefills.fits(sum(len(row.ids) for row in rows), len(rows)):
+        prefills = self._way.prefills
+        if prefills is None or not prefills.fits(sum(len(row.ids) for row in rows), len(rows)):
             return False
         return all(row.ids and not is_scored(row) for row in rows)
 
@@ -215,7 +234,7 @@ class Engine:
         rows.sort(key=lambda row: not row.sample)
         sampling = [row for row in rows if row.sample]
         slots = [row.sequence.slot for row in rows]
-        sampled, logits = self.prefills.replay(slots, [row.ids for row in rows], len(sampling))
+        sampled, logits = self._way.prefills.replay(slots, [row.ids for row in rows], len(sampling))
         return self._replayed(sampling, sampled, logits) if sampling else self._unsampled()
 
     def _replayed(self, rows: list[Row], sampled: Sampled, logits: torch.Tensor) -> Step:
@@ -253,8 +272,11 @@ class Engine:
         for snapshot, slots in starts.items():
             if len(slots) > 1:
                 self.state.put_many(slots, snapshot)
+        slots = [s.slot for s in sequences]
+        if self.bank is not None:
+            self.bank.assign(slots, [s.adapter for s in sequences])
         self.sampler.start_many(
-            [s.slot for s in sequences],
+            slots,
             [s.request.sampling for s in sequences],
             [s.index for s in sequences],
             [s.prompt for s in sequences],

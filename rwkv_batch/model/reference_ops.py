@@ -6,7 +6,8 @@ signatures. RWKV-7 is described in Peng et al., "RWKV-7 Goose" (2025).
 """
 
 from collections.abc import Iterator
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,8 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tor
 
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """[N, in] times weight [out, in] -> [N, out] fp32."""
+    if weight.beside is not None:
+        return weight.beside(x, partial(linear, weight=replace(weight, beside=None)))
     if weight.format:
         return _quantised_linear(x, weight)
     matrix = weight.dense()
@@ -178,10 +181,16 @@ def time_mix(
 
 def channel_mix(mixed: torch.Tensor, layer: Layer) -> torch.Tensor:
     """The feed-forward half: mixed [1, N, C] -> [N, C], with squared ReLU between the two matrices."""
-    hidden = linear(mixed[0], layer.ffn_key).relu_().square_()
-    if layer.ffn_value.format:
-        return _quantised_project(hidden.clamp_(max=LARGEST_HALF), layer.ffn_value)
-    value = layer.ffn_value.dense()
+    return units_product(linear(mixed[0], layer.ffn_key).relu_().square_(), layer.ffn_value)
+
+
+def units_product(hidden: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Feed-forward units [N, F], of which most are zero, times weight [F, C], kept transposed -> [N, C] fp32."""
+    if weight.beside is not None:
+        return weight.beside(hidden, partial(units_product, weight=replace(weight, beside=None)))
+    if weight.format:
+        return _quantised_project(hidden.clamp_(max=LARGEST_HALF), weight)
+    value = weight.dense()
     if value.dtype == torch.float16:
         hidden.clamp_(max=LARGEST_HALF)  # as the kernels do
     if hidden.shape[0] == 1 and hidden.dtype == value.dtype and not hidden.is_cuda:

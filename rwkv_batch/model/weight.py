@@ -1,6 +1,6 @@
 """A matrix of the model, which may be quantised."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,7 @@ class Weight:
     format         one of `quantized.FORMATS`, "" = not quantised
     transposed     the matrix is [in, out] and, if quantised, stored in its natural order
     rounds_inputs  the plain ops round what it is multiplied by to e4m3 too, to show what that costs
+    beside         gives the plain ops' product from the inputs and the product with the matrix itself: adapters of single rows
     """
 
     values: Tensor
@@ -25,6 +26,7 @@ class Weight:
     format: str = ""
     transposed: bool = False
     rounds_inputs: bool = False
+    beside: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor] | None = None
 
     @classmethod
     def quantised(cls, matrix: Tensor, name: str, *, transposed: bool = False) -> "Weight":
