@@ -18,6 +18,7 @@ COMMANDS = {
 # Each imports only what it needs: the one torch, the others the routes.
 ROLES = {
     "engine": "rwkv_batch.server.engine_process",
+    "store": "rwkv_batch.server.store_process",
     "http": "routes.process",
     "batch": "routes.offline.process",
 }

@@ -65,7 +65,7 @@ def check_turn(database: SessionDatabase, number: int, version: int) -> None:
     try:
         record = database.find("", name_of(number))
         assert record is not None, "a session that is there must not be taken for a new one"
-        pieces, ids, models = database.load(record)
+        pieces, ids, models, _ = database.load(record)
         stored = FILE.decode(pieces) if pieces is not None else None
     except RwkvBatchError:
         return

@@ -39,6 +39,7 @@ from rwkv_batch.request import Request
 from rwkv_batch.session_messages import Answer, CommitResult, Delete, Deleted, Export, Fork, Import, Rewind, Session, Status
 from rwkv_batch.sessions.leases import digest_of
 from rwkv_batch.sessions.pool import StatePool
+from rwkv_batch.sessions.remote.client import RemoteStore
 from rwkv_batch.sessions.sqlite.database import SessionDatabase
 from rwkv_batch.sessions.state_file import StateFile, Stored
 from rwkv_batch.sessions.store import SessionStore
@@ -1237,10 +1238,10 @@ def test_random_histories_over_a_store_that_is_no_database(path, seed):
     assert not path.exists()
 
 
-def test_both_stores_have_what_the_pool_asks_for():
+def test_all_stores_have_what_the_pool_asks_for():
     asked = {name: inspect.signature(method) for name, method in vars(SessionStore).items() if not name.startswith("_")}
     assert len(asked) > 15
-    for store in (SessionDatabase, MemoryStore):
+    for store in (SessionDatabase, MemoryStore, RemoteStore):
         for name, signature in asked.items():
             assert list(inspect.signature(getattr(store, name)).parameters) == list(signature.parameters)
 

@@ -54,10 +54,8 @@ from rwkv_batch.request import Failure, Progress
 from rwkv_batch.scheduling.plan import SCORED_TOKENS
 from rwkv_batch.scheduling.prefix_cache import PrefixCache
 from rwkv_batch.scheduling.scheduler import Scheduler
-from rwkv_batch.sessions import postgres
+from rwkv_batch.sessions import postgres, remote, sqlite
 from rwkv_batch.sessions.pool import StatePool
-from rwkv_batch.sessions.sqlite.database import SessionDatabase
-from rwkv_batch.sessions.sqlite.sealing import read_key
 from rwkv_batch.sessions.state_file import StateFile
 from rwkv_batch.sessions.store import SessionStore
 from rwkv_batch.text.tokenizer import Tokenizer, for_vocab
@@ -74,11 +72,16 @@ MAX_SESSIONS = 1_048_576
 ONE_THREAD_BYTES = 200 * MIB  # of weights; for less, threads wait for one another longer than they work
 
 
-def build_engine_loop(config: Config, deliver: Callable[[dict[bytes, list[Progress | Failure]]], None]) -> EngineLoop:
-    """Load the model of `config` and return a loop ready to run; CheckpointError or UsageError, one line, if it cannot be."""
+def build_engine_loop(
+    config: Config, deliver: Callable[[dict[bytes, list[Progress | Failure]]], None], store_path: Path | None = None
+) -> EngineLoop:
+    """Load the model of `config` and return a loop ready to run; CheckpointError or UsageError, one line, if it cannot be.
+
+    store_path  where the store process listens, None = this process has the session file to itself
+    """
     started = time.monotonic()
     device = choose_device(config.device)
-    store = open_store(config)
+    store = open_store(config, store_path)
     dtype = choose_dtype(config, device)
     tensors, name, stored = read_model(config)
     library = find_kernels(config, device, architecture_of(tensors, name))
@@ -166,26 +169,28 @@ def session_levels(config: Config, memory: MemoryPlan, num_slots: int) -> dict[s
     return levels
 
 
-def open_store(config: Config) -> SessionStore:
-    """Return where sessions outlive the server, which is not connected to yet. UsageError."""
-    kept = {
-        "versions": config.session_versions,
-        "replay_seconds": config.replay_seconds,
-        "response_seconds": config.response_ttl_hours * 3600,
-        "max_responses": config.max_responses,
-    }
+def open_store(config: Config, store_path: Path | None = None) -> SessionStore:
+    """Return where sessions outlive the server, which is not connected to yet. UsageError.
+
+    store_path  where the store process listens, None = this process has the session file to itself
+    """
     if config.state_url is not None:
         if config.state_key_file is not None:
             raise UsageError("--state-key-file: is for --state-db; encrypt what PostgreSQL and its folder lie on",
                              param="state_key_file")  # fmt: skip
         return postgres.open_store(
-            config.state_url, config.snapshots, config.durability, lease_seconds=config.lease_seconds, **kept
+            config.state_url,
+            config.snapshots,
+            config.durability,
+            lease_seconds=config.lease_seconds,
+            versions=config.session_versions,
+            replay_seconds=config.replay_seconds,
+            response_seconds=config.response_ttl_hours * 3600,
+            max_responses=config.max_responses,
         )
     if config.snapshots is not None:
         raise UsageError("--snapshots: belongs to --state-url", param="snapshots")
-    max_bytes = int(config.state_db_gib * 2**30) if config.state_db_gib is not None else None
-    key = read_key(config.state_key_file) if config.state_key_file is not None else None
-    return SessionDatabase(config.state_db, max_bytes=max_bytes, key=key, **kept)
+    return sqlite.open_store(config) if store_path is None else remote.open_store(store_path, config)
 
 
 def build_sessions(config: Config, weights: weights_module.Weights, levels: dict[str, int], store: SessionStore) -> StatePool:

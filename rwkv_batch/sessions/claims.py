@@ -5,7 +5,7 @@ import time
 
 from rwkv_batch.sessions.leases import Lease, LeaseManager
 from rwkv_batch.sessions.shared import Load, Shared
-from rwkv_batch.sessions.store import SharedStore
+from rwkv_batch.sessions.store import Claim, SharedStore
 
 RETRY_SECONDS = 0.05  # until a session that another server has is asked for again
 
@@ -22,24 +22,33 @@ class Claims:
     def take(self, lease: Lease) -> bool:
         """Claim the session of a lease, where it takes turns, and drop an older copy of it; False: it has to wait."""
         if lease.takes_turns:
-            claim = self._store.claim(*lease.key)
-            if claim is None:
-                self._wait(lease)
+            return self._took(lease, self._store.claim(*lease.key))
+        record = self._store.find(*lease.key)
+        self._drop_older(lease, (record.version, record.updated) if record is not None else None)
+        return True
+
+    def take_many(self, leases: list[Lease]) -> list[Lease]:
+        """The same for leases that take turns; returns those that need not wait."""
+        claims = self._store.claim_many([lease.key for lease in leases])
+        return [lease for lease, claim in zip(leases, claims, strict=True) if self._took(lease, claim)]
+
+    def _took(self, lease: Lease, claim: Claim | None) -> bool:
+        if claim is None:
+            self._wait(lease)
+            return False
+        with self._shared.lock:
+            lease.claim, lease.deadline = claim, math.inf
+            if not self._leases.is_wanted(lease):
+                self._leases.give_back(lease)
                 return False
-            newest = claim.version, claim.updated
-            with self._shared.lock:
-                lease.claim, lease.deadline = claim, math.inf
-                if not self._leases.is_wanted(lease):
-                    self._leases.give_back(lease)
-                    return False
-        else:
-            record = self._store.find(*lease.key)
-            newest = (record.version, record.updated) if record is not None else None
+        self._drop_older(lease, (claim.version, claim.updated))
+        return True
+
+    def _drop_older(self, lease: Lease, newest: tuple[int, float] | None) -> None:
         with self._shared.lock:
             resident = self._shared.tiers.find(lease.key)
             if resident is not None and (resident.version, resident.updated) != newest:
                 self._shared.tiers.drop(lease.key)
-        return True
 
     def go_on(self) -> None:
         """Ask again for sessions that others had."""

@@ -33,8 +33,8 @@ from rwkv_batch.sessions.disk import StateReader, StateWriter
 from rwkv_batch.sessions.leases import LeaseManager
 from rwkv_batch.sessions.shared import Call, Execute, Listing, Shared
 from rwkv_batch.sessions.state_file import MAX_FOREIGN_TOKENS, PIECE_BYTES, StateFile, Stored
-from rwkv_batch.sessions.store import NewVersion, Record, SessionStore, SessionSummary
-from rwkv_batch.sessions.tiers import Key, ResidentSession
+from rwkv_batch.sessions.store import Key, NewVersion, Record, SessionStore, SessionSummary
+from rwkv_batch.sessions.tiers import ResidentSession
 from rwkv_batch.sessions.transfer import Mark
 
 log = logging.getLogger("rwkv_batch.session_messages")

@@ -17,10 +17,21 @@ from rwkv_batch.session_messages import CommitResult
 from rwkv_batch.sessions.claims import Claims
 from rwkv_batch.sessions.leases import Lease, LeaseManager, digest_of
 from rwkv_batch.sessions.room import Room
-from rwkv_batch.sessions.shared import GROUP_BYTES, Commit, Shared, is_number
+from rwkv_batch.sessions.shared import GROUP_BYTES, Commit, Shared
 from rwkv_batch.sessions.state_file import StateFile, Stored, other_model
-from rwkv_batch.sessions.store import NewVersion, Record, Replay, SessionStore, Source, SourceLost, StoredState
-from rwkv_batch.sessions.tiers import Key, ResidentSession
+from rwkv_batch.sessions.store import (
+    Key,
+    NewVersion,
+    Record,
+    Replay,
+    SessionStore,
+    Source,
+    SourceLost,
+    StateMoved,
+    StoredState,
+    is_number,
+)
+from rwkv_batch.sessions.tiers import ResidentSession
 
 log = logging.getLogger("rwkv_batch.session_messages")
 
@@ -40,10 +51,19 @@ class StateReader:
         self.claims = Claims(shared, leases, store)
         self._fetches = ThreadPoolExecutor(FETCHES, thread_name_prefix="fetch")  # begins a thread when it needs one
 
-    def load(self, lease: Lease) -> None:
-        """Find the session and give the lease."""
-        if not lease.cancelled:
-            self._give(lease, lambda: self._look_on_disk(lease))
+    def load(self, leases: list[Lease]) -> None:
+        """Find sessions and give the leases."""
+        leases = [lease for lease in leases if not lease.cancelled]
+        for lease in self._claim(leases) if self._store.shared else leases:
+            self._give(lease, lambda lease=lease: self._look_on_disk(lease))
+
+    def _claim(self, leases: list[Lease]) -> list[Lease]:
+        """Claim the sessions of leases that take turns, all at once; return the leases that can be looked for."""
+        turns = [lease for lease in leases if lease.takes_turns]
+        try:
+            return [*self.claims.take_many(turns), *(lease for lease in leases if not lease.takes_turns)]
+        except Exception:  # for one of them, perhaps: each is told by itself
+            return leases
 
     def _give(self, lease: Lease, look: Callable[[], tuple[ResidentSession | None, Replay | None] | None]) -> None:
         """Give the lease what is found, or say why there is none; None: that will be later."""
@@ -68,7 +88,7 @@ class StateReader:
 
     def _look_on_disk(self, lease: Lease) -> tuple[ResidentSession | None, Replay | None] | None:
         """Return the session, unless it is in memory, and the answer that the idempotency key stands for; None: not yet."""
-        if self._store.shared and not self.claims.take(lease):
+        if self._store.shared and lease.claim is None and not self.claims.take(lease):
             return None
         namespace, session = lease.key[0], lease.session
         if session.key is not None:
@@ -106,7 +126,14 @@ class StateReader:
         return self._decode(record, self._store.load(record))
 
     def _decode(self, record: Record, stored: StoredState) -> tuple[Snapshot | None, list[int]]:
-        pieces, ids, models = stored
+        while True:
+            try:
+                return self._decode_now(record, stored)
+            except StateMoved:
+                stored = self._store.load(record)
+
+    def _decode_now(self, record: Record, stored: StoredState) -> tuple[Snapshot | None, list[int]]:
+        pieces, ids, models, _ = stored
         for model in models - {self._file.fingerprint}:
             raise other_model(model, self._file.fingerprint)
         snapshot = self._file.decode(pieces, pin=self._shared.copies.on_gpu).snapshot if pieces is not None else None

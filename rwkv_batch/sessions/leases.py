@@ -18,8 +18,8 @@ from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Request
 from rwkv_batch.session_messages import Answer, CommitResult, Session
 from rwkv_batch.sessions.shared import Commit, GiveBack, Guarded, Load, Shared
-from rwkv_batch.sessions.store import Claim, Replay, SessionStore
-from rwkv_batch.sessions.tiers import Key, ResidentSession
+from rwkv_batch.sessions.store import Claim, Key, Replay, SessionStore
+from rwkv_batch.sessions.tiers import ResidentSession
 from rwkv_batch.sessions.transfer import Mark
 
 log = logging.getLogger("rwkv_batch.session_messages")

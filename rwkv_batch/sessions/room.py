@@ -7,8 +7,7 @@ from typing import TypeVar
 from rwkv_batch.errors import StorageFull
 from rwkv_batch.sessions.leases import LeaseManager
 from rwkv_batch.sessions.shared import Shared
-from rwkv_batch.sessions.store import SessionStore
-from rwkv_batch.sessions.tiers import Key
+from rwkv_batch.sessions.store import Key, SessionStore
 
 log = logging.getLogger("rwkv_batch.session_messages")
 

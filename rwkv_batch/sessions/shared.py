@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 from rwkv_batch.errors import NotBegun, RwkvBatchError, StorageFailed, Unavailable
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.session_messages import Answer, CommitResult, Deleted, Page, SessionCommand
-from rwkv_batch.sessions.store import Claim
-from rwkv_batch.sessions.tiers import Key, ResidentSession, Tiers
+from rwkv_batch.sessions.store import Claim, Key, is_number
+from rwkv_batch.sessions.tiers import ResidentSession, Tiers
 from rwkv_batch.sessions.transfer import Copies, Mark
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ Durability = Literal["log", "turn", "relaxed", "shutdown"]
 ComputeState = Callable[[Callable[[], Snapshot | None], list[int], Callable[[Snapshot | RwkvBatchError], None]], None]
 
 MAX_DEMOTES = 64  # sessions that wait to be copied to the host; more than these leave memory, if they are on disk
+GROUP_LOADS = 64  # sessions looked for together
 GROUP_TURNS = 1024  # logged in one transaction
 GROUP_BYTES = 64 * 2**20  # states of one transaction: more waiting turns share a commit, but none waits much longer for it
 
@@ -142,12 +143,14 @@ class JobQueue:
 
     num_commits, commit_bytes  turns that ended and whose callers wait for the end of the commit, and their states
     num_demotes                sessions that are to be copied to the host
+    more_loads                 sessions that may be looked for together with a first one: a store that others use is asked once
     """
 
     def __init__(self):
         self.num_commits = 0
         self.commit_bytes = 0
         self.num_demotes = 0
+        self.more_loads = 0
         self._jobs: deque[Job] = deque()
         self._others_next = False  # the log had the last turn
 
@@ -176,7 +179,7 @@ class JobQueue:
         if durability == "log":
             if self._others_next and (job := self._take_other()) is not None:
                 self._others_next = False
-                return [job]
+                return [job, *self._take_loads()] if isinstance(job, Load) else [job]
             if commits := self._take_commits():
                 self._others_next = True
                 return commits
@@ -185,7 +188,7 @@ class JobQueue:
                 break
             if isinstance(job, Load) or (isinstance(job, Commit) and durability != "turn"):
                 del self._jobs[index]
-                return [job]
+                return [job, *self._take_loads()] if isinstance(job, Load) else [job]
         if not self._jobs:
             return []
         jobs, num_bytes = [self._jobs.popleft()], 0
@@ -214,6 +217,16 @@ class JobQueue:
         del self._jobs[found]
         self.num_demotes -= isinstance(job, Demote)
         return job
+
+    def _take_loads(self) -> list[Job]:
+        """More sessions that are to be found, up to a command."""
+        loads: list[Job] = []
+        others: deque[Job] = deque()
+        while self._jobs and len(loads) < self.more_loads and not isinstance(self._jobs[0], Execute):
+            job = self._jobs.popleft()
+            (loads if isinstance(job, Load) else others).append(job)
+        self._jobs.extendleft(reversed(others))
+        return loads
 
     def _take_commits(self) -> list[Job]:
         """All turns that wait for the log, whatever else came between, up to a command."""
@@ -366,8 +379,3 @@ class Shared:
                 "state_dirty_sessions": len(self.tiers.unwritten()) + self.jobs.num_commits,
                 **self.totals,
             }
-
-
-def is_number(text: str) -> bool:
-    """Whether it can be the number of a node."""
-    return text.isascii() and text.isdigit() and len(text) < 19

@@ -98,8 +98,8 @@ class StorageThread:
 
     def _work(self, jobs: list[Job]) -> None:
         match jobs[0]:
-            case Load(lease):
-                self._reader.load(lease)
+            case Load():
+                self._reader.load([job.lease for job in jobs])
             case Commit():
                 self._writer.commit(jobs)
             case GiveBack(claim):

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+Key = tuple[str, str]  # namespace, name
+
 
 class Replay(NamedTuple):
     """An answer kept for its idempotency key. `digest`: of the request; `answer`: what to say again."""
@@ -75,15 +77,22 @@ class SourceLost(Exception):
     """The version that a turn went on from is not kept any more, or damaged: its own state has to be written whole."""
 
 
+class StateMoved(Exception):
+    """The pieces of a state are not those any more that its ids follow: it was written whole meanwhile. Load it again."""
+
+
 class StoredState(NamedTuple):
     """How a version's state comes about: `ids` are fed after the state in `pieces`, None being the empty one.
 
+    pieces  may raise StateMoved where others write to the store meanwhile
     models  for which the ids were kept; the pieces know theirs
+    base    tells whole states apart, where the store can
     """
 
     pieces: Iterator[bytes] | None
     ids: list[int]
     models: set[str]
+    base: int = 0
 
 
 @dataclass(slots=True)
@@ -229,8 +238,16 @@ class SharedStore(SessionStore, Protocol):
     def claim(self, namespace: str, name: str) -> Claim | None:
         """Take a session, or a name without one, for a turn; None while another server that is alive has it."""
 
+    def claim_many(self, keys: list[Key]) -> list[Claim | None]:
+        """The same for many; raises for all what it would raise for one."""
+
     def let_go(self, claim: Claim) -> None:
         """The turn wrote nothing: others may have the session."""
 
     def next_node(self, namespace: str, name: str) -> int:
         """Take the next number of a dialogue's nodes, which nobody else gets."""
+
+
+def is_number(text: str) -> bool:
+    """Whether it can be the number of a node."""
+    return text.isascii() and text.isdigit() and len(text) < 19

@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.session_messages import Tier
-from rwkv_batch.sessions.store import Replay
+from rwkv_batch.sessions.store import Key, Replay
 from rwkv_batch.sessions.transfer import Mark
 
 MAX_LAGGING = 64  # sessions that left L2 and are held for a snapshot; others are dropped, for what they lack is in the log,
 MAX_LAGGING_BYTES = 512 * 2**20  # and their bytes
-
-Key = tuple[str, str]  # namespace, name
 
 
 @dataclass(eq=False, slots=True)

@@ -28,7 +28,7 @@ from rwkv_batch.sessions.postgres.presence import Presence
 from rwkv_batch.sessions.postgres.sweep import Sweeper, drop_sessions
 from rwkv_batch.sessions.postgres.uploads import Uploads
 from rwkv_batch.sessions.sqlite.states import pack_ids
-from rwkv_batch.sessions.store import Claim, NewVersion, Record, Replay, Source, SourceLost
+from rwkv_batch.sessions.store import Claim, Key, NewVersion, Record, Replay, Source, SourceLost
 
 log = logging.getLogger("rwkv_batch.sessions.postgres")
 T = TypeVar("T")
@@ -189,6 +189,10 @@ class PostgresStore(PostgresCatalog):
         except errors.LockNotAvailable:
             return None
         return Claim(*rows[0]) if rows else None
+
+    def claim_many(self, keys: list[Key]) -> list[Claim | None]:
+        """The same for many, one by one."""
+        return [self.claim(*key) for key in keys]
 
     def let_go(self, claim: Claim) -> None:
         """The turn wrote nothing: others may have the session."""

@@ -81,7 +81,7 @@ class SessionCatalog:
             raise damaged() from None
         num_bytes = None if turns else record.num_bytes
         pieces = self._pieces(state, num_bytes, seal) if state else None
-        return StoredState(pieces, ids, {turn.model for turn in turns})
+        return StoredState(pieces, ids, {turn.model for turn in turns}, state)
 
     def _turn(self, state: int) -> Turn | None:
         """Return the turn that leads to a state; None when that is whole."""

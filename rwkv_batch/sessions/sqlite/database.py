@@ -6,10 +6,12 @@ power loss. A newer schema is refused (`schema.py`). A file of rwkv_lightning ca
 `prefix_cache`, stay beside ours, and only what is deleted leaves them (`reference.py`).
 """
 
+import json
 import os
 import sqlite3
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from rwkv_batch.errors import StorageFailed, Unprocessable
 from rwkv_batch.sessions.sqlite.catalog import SessionCatalog, place_of_replay, range_of
@@ -30,12 +32,20 @@ from rwkv_batch.sessions.sqlite.states import (
     rebase_turn,
     seal_of,
     set_version,
+    spare_state,
 )
 from rwkv_batch.sessions.sqlite.steady import NotAsKnown, SteadyTurns
 from rwkv_batch.sessions.store import NewVersion, Record, Replay, Source, SourceLost
 
 MAX_REPLAYS = 1000  # answers kept for their idempotency keys, in each namespace
 FORGET_AT_ONCE = 8  # old responses: a few at a time, lest a turn wait for all of them
+
+
+class Draft(NamedTuple):
+    """A whole state that is being written: what there is of it, in how many pieces."""
+
+    kept: Kept
+    num_pieces: int
 
 
 class SessionDatabase(SessionCatalog):
@@ -46,6 +56,7 @@ class SessionDatabase(SessionCatalog):
     response_seconds  how long the states of responses are kept, and `max_responses` how many of them in each namespace
     max_bytes         of the file, beside its write-ahead log; None = what the disk has room for
     key               what was said in sessions is encrypted with it (`sealing.py`), None = with none
+    writer            whose draft is meant: each may have one
     Every method raises StorageFailed when the file cannot be read or written, Unavailable when another server has it, and those
     that read one session Unprocessable when what is said of it is damaged.
     """
@@ -67,13 +78,29 @@ class SessionDatabase(SessionCatalog):
         self.versions = versions
         self.max_responses = max_responses
         self._to_clear = False
-        self._draft, self._num_pieces = EMPTY, 0
+        self.writer = 0
+        self._drafts: dict[int, Draft] = {}
         self._steady = SteadyTurns(versions)
         self.file.opened = self._opened
 
     def _opened(self) -> None:
         self._steady.forget_all()
         self._reference.look()
+
+    # What the newest version is, for those who only compare.
+
+    def newest(self, namespace: str, name: str) -> tuple[int, float]:
+        """Return number and time of the newest version of a session; (0, 0.0) when there is none."""
+        known = self._steady.newest(namespace, name)
+        if known is not None:
+            return known
+        record = self.find(namespace, name)
+        return (record.version, record.updated) if record is not None else (0, 0.0)
+
+    def is_kept(self, record: Record) -> bool:
+        """Whether a version that was found is still there."""
+        query = "SELECT 1 FROM kept_versions WHERE session = ? AND version = ? AND state = ? AND updated = ?"
+        return bool(self.file.rows(query, (record.session, record.version, record.state, record.updated)))
 
     # Writing. Each call is one transaction.
 
@@ -114,7 +141,7 @@ class SessionDatabase(SessionCatalog):
 
     def _add_state(self, connection: sqlite3.Connection, new: NewVersion) -> Kept:
         if new.pieces is not None:
-            base = add_whole(connection, new.pieces, self._draft.state)
+            base = add_whole(connection, new.pieces, self._states_of_drafts())
             self.file.count_written(base.num_bytes)
             return add_turn(connection, base, new.ids, new.model) if new.ids else base
         base = EMPTY if new.source is None else self._source(new.namespace, new.source)
@@ -134,25 +161,26 @@ class SessionDatabase(SessionCatalog):
 
     def begin_draft(self) -> None:
         """Begin to write a state, in place of one that was begun before."""
+        self.drop_draft()
         with self.file.transaction() as connection:
-            state = connection.execute("SELECT max(state) FROM kept_spare").fetchone()[0]
+            state = spare_state(connection, self._states_of_drafts())
             if state is None or is_used(connection, state):
                 state = next_number(connection)
                 add_spare(connection, [state])  # as long as it is not finished, its bytes may be written over
-        self._draft, self._num_pieces = Kept(state, 0, b""), 0
+        self._drafts[self.writer] = Draft(Kept(state, 0, b""), 0)
 
     def add_to_draft(self, piece: bytes | memoryview) -> None:
         """Write the next piece."""
-        draft = self._draft
+        kept, num_pieces = self._drafts[self.writer]
         with self.file.transaction() as connection:
-            put_piece(connection, draft.state, self._num_pieces, piece)
+            put_piece(connection, kept.state, num_pieces, piece)
         self.file.count_written(len(piece))
-        self._num_pieces += 1
-        self._draft = Kept(draft.state, draft.num_bytes + len(piece), seal_of(draft.seal, piece))
+        kept = Kept(kept.state, kept.num_bytes + len(piece), seal_of(kept.seal, piece))
+        self._drafts[self.writer] = Draft(kept, num_pieces + 1)
 
     def finish_draft(self, namespace: str, source: Source, ids: Sequence[int]) -> bool:
         """Let a version's state follow by `ids` from what was written; False when there is no such version any more."""
-        draft, self._draft = self._draft, EMPTY
+        draft, num_pieces = self._drafts.pop(self.writer)
         try:
             kept = self._source(namespace, source)
         except SourceLost:
@@ -163,10 +191,22 @@ class SessionDatabase(SessionCatalog):
             return True  # it is whole
         with self.file.transaction() as connection:
             connection.execute("DELETE FROM kept_spare WHERE state = ?", (draft.state,))
-            drop_pieces(connection, draft.state, self._num_pieces)
+            drop_pieces(connection, draft.state, num_pieces)
             add_spare(connection, rebase_turn(connection, turn, draft, ids))
         self._steady.moved(turn.state)
         return True
+
+    def drop_draft(self) -> None:
+        """A draft is not finished."""
+        self._drafts.pop(self.writer, None)
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether one was begun and neither finished nor dropped."""
+        return self.writer in self._drafts
+
+    def _states_of_drafts(self) -> list[int]:
+        return [draft.kept.state for draft in self._drafts.values()]
 
     def delete(self, namespace: str, name: str, *, prefix: bool) -> set[str]:
         """Forget a session, and with `prefix` all "name:…"; return the names of those that were there.
@@ -257,8 +297,8 @@ class SessionDatabase(SessionCatalog):
         if self._to_clear:
             self._to_clear = False
             with self.file.transaction() as connection:
-                query = "SELECT state FROM kept_spare WHERE state IS NOT ? LIMIT ?"
-                spare = connection.execute(query, (self._draft.state, FORGET_AT_ONCE)).fetchall()
+                query = "SELECT state FROM kept_spare WHERE state NOT IN (SELECT value FROM json_each(?)) LIMIT ?"
+                spare = connection.execute(query, (json.dumps(self._states_of_drafts()), FORGET_AT_ONCE)).fetchall()
                 for (state,) in spare:
                     connection.execute("DELETE FROM kept_spare WHERE state = ?", (state,))
                     if not is_used(connection, state):

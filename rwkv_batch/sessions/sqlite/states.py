@@ -9,6 +9,7 @@ The bytes of a whole state that nobody needs any more are written over by the ne
 take as long as to write them. All functions work inside a transaction of the caller.
 """
 
+import json
 import os
 import random
 import sqlite3
@@ -91,10 +92,9 @@ def _largest_number(connection: sqlite3.Connection) -> int:
     return max(0 if last is None else last >> STATE_SHIFT, *(top or 0 for top in tops))
 
 
-def add_whole(connection: StateConnection, pieces: Iterable[bytes | memoryview], draft: int | None) -> Kept:
-    """Write a state's bytes. `draft`: a spare state that is being written."""
-    query = "SELECT max(state) FROM kept_spare WHERE state IS NOT ?"
-    state = connection.execute(query, (draft,)).fetchone()[0]
+def add_whole(connection: StateConnection, pieces: Iterable[bytes | memoryview], drafts: Iterable[int]) -> Kept:
+    """Write a state's bytes. `drafts`: spare states that are being written."""
+    state = spare_state(connection, drafts)
     is_spare = state is not None
     if is_spare:
         connection.execute("DELETE FROM kept_spare WHERE state = ?", (state,))
@@ -109,6 +109,12 @@ def add_whole(connection: StateConnection, pieces: Iterable[bytes | memoryview],
     if is_spare:
         drop_pieces(connection, state, number)
     return Kept(state, num_bytes, seal)
+
+
+def spare_state(connection: sqlite3.Connection, drafts: Iterable[int]) -> int | None:
+    """A state whose bytes may be written over, if there is one beside `drafts`."""
+    query = "SELECT max(state) FROM kept_spare WHERE state NOT IN (SELECT value FROM json_each(?))"
+    return connection.execute(query, (json.dumps([*drafts]),)).fetchone()[0]
 
 
 def put_piece(connection: StateConnection, state: int, number: int, piece: bytes | memoryview) -> None:

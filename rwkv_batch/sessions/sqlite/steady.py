@@ -47,6 +47,11 @@ class SteadyTurns:
         self._newest.clear()
         self._moved.clear()
 
+    def newest(self, namespace: str, name: str) -> tuple[int, float] | None:
+        """Number and time of the newest version of a session, if that is known."""
+        known = self._newest.get((namespace, name))
+        return (known.version, known.updated) if known is not None else None
+
     def moved(self, state: int) -> None:
         """A turn's state goes on from another one now."""
         self._moved.add(state)
