@@ -13,10 +13,11 @@ import zmq
 from rwkv_batch import session_messages
 from rwkv_batch.engine.stub_engine import StubEngine
 from rwkv_batch.errors import EngineFailed, Overloaded, Unavailable
-from rwkv_batch.ipc import client as client_end
+from rwkv_batch.ipc import link as link_end
 from rwkv_batch.ipc import messages
 from rwkv_batch.ipc import server as server_end
-from rwkv_batch.ipc.client import EngineClient, Ticket
+from rwkv_batch.ipc.client import EngineClient
+from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.ipc.server import EngineServer
 from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
 from sampling.params import SamplingParams
@@ -421,9 +422,9 @@ def test_an_engine_that_cannot_be_read_is_given_up_and_greeted_anew(engine, clie
 
 
 def test_an_engine_that_does_not_read_refuses_what_cannot_be_queued(address, opened, monkeypatch):
-    monkeypatch.setattr(client_end, "SUBMIT_HIGH_WATER", 2)
+    monkeypatch.setattr(link_end, "SUBMIT_HIGH_WATER", 2)
     client = opened(EngineClient(address, heartbeat=60.0))  # nobody is at this address
-    client.phase = "ready"
+    client.links[0].phase = "ready"
     client.start()
     answers = queue.SimpleQueue()
     for _ in range(4):

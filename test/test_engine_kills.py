@@ -21,7 +21,8 @@ import pytest
 from models import ROOT
 
 from rwkv_batch.errors import Unavailable
-from rwkv_batch.ipc.client import EngineClient, Ticket
+from rwkv_batch.ipc.client import EngineClient
+from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.request import Failure, Request
 from rwkv_batch.session_messages import Session
 from sampling.params import SamplingParams

@@ -1,21 +1,98 @@
-"""Two stand-in engines behind one front."""
+"""Which engine gets what: the choice alone, then two stand-in engines behind one client."""
 
 import contextlib
 import queue
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_channel import Engine, drain, request, wait_until
 
 from rwkv_batch import session_messages
 from rwkv_batch.errors import Unavailable
 from rwkv_batch.ipc.client import EngineClient
-from rwkv_batch.ipc.messages import Ask, EngineInfo
-from rwkv_batch.ipc.router import EngineRouter
+from rwkv_batch.ipc.messages import PHASES, Ask, EngineInfo, Seat
+from rwkv_batch.ipc.router import Router
 from rwkv_batch.request import Request
 from rwkv_batch.session_messages import Deleted, Session
 from sampling.params import SamplingParams
 
 NAMES = ("one", "two")
+
+
+def at(index: int, rows: int = 0, slots: int = 16, phase: str = "ready", *, sessions: bool = True) -> SimpleNamespace:
+    """An engine as the router sees it."""
+    return SimpleNamespace(seat=Seat(index=index, address="", sessions=sessions), phase=phase, load=(rows, slots))
+
+
+def with_session(name: str, namespace: str = "") -> Request:
+    prompts, sampling = [[1, 2]], SamplingParams(seed=7)
+    session = Session(name=name)
+    return Request(id=name, prompts=prompts, sampling=sampling, max_tokens=5, session=session, namespace=namespace)
+
+
+@pytest.mark.parametrize(
+    ("engines", "chosen"),
+    [
+        ([at(0, 5), at(1, 4)], 1),
+        ([at(0, 5, 320), at(1, 4, 16)], 0),  # the larger one has more room
+        ([at(0, 5), at(1, 0, phase="loading")], 0),
+        ([at(0, phase="lost"), at(1, phase="draining"), at(2, phase="loading")], 2),  # whose phase says why it is refused
+        ([at(3, phase="lost")], 3),
+    ],
+)
+def test_the_engine_with_the_fewest_rows_for_its_slots_gets_a_request(engines, chosen):
+    for number in range(4):
+        assert Router(number).link_for(request("a"), engines).seat.index == chosen
+
+
+def test_there_may_be_no_engine_at_all():
+    assert Router().link_for(request("a"), []) is None
+    assert Router().link_for(with_session("a"), []) is None
+
+
+@given(st.integers(1, 8), st.integers(0, 3), st.lists(st.integers(1, 5), max_size=40))
+def test_rows_are_spread_evenly(num_engines, number, requests):
+    router, engines = Router(number), [at(index) for index in range(num_engines)]
+    for num_rows in requests:
+        engine = router.link_for(request("a", num_rows), engines)
+        engine.load = (engine.load[0] + num_rows, 16)
+    rows = [engine.load[0] for engine in engines]
+    assert max(rows) - min(rows) <= max(requests, default=0)
+
+
+def test_processes_break_ties_in_different_orders():
+    engines = [at(index) for index in range(4)]
+    assert {Router(number).link_for(request("a"), engines).seat.index for number in range(4)} == {0, 1, 2, 3}
+
+
+@given(st.text(max_size=8), st.text(max_size=8), st.sets(st.integers(0, 20), min_size=1, max_size=8), st.data())
+def test_a_session_has_one_home_and_moves_only_when_that_is_lost(namespace, name, indices, data):
+    engines = [at(index, rows=index) for index in sorted(indices)]
+    turned = data.draw(st.permutations(engines))
+    home = Router(data.draw(st.integers(0, 9))).home(namespace, name, engines)
+    assert Router().home(namespace, name, turned) is home
+    assert Router().link_for(with_session(name, namespace), turned) is home
+    assert Router().home(namespace, name + ":7", engines) is Router().home(namespace, name + ":12", engines)
+    lost = data.draw(st.sampled_from(engines))
+    lost.phase = data.draw(st.sampled_from(PHASES[1:]))
+    now = Router().home(namespace, name, engines)
+    assert (now is home) == (lost is not home or len(engines) == 1)
+
+
+def test_sessions_are_spread_over_the_engines():
+    engines = [at(index) for index in range(4)]
+    homes = [Router().home("", f"session-{number}", engines).seat.index for number in range(400)]
+    assert all(70 < homes.count(index) < 130 for index in range(4))
+
+
+def test_sessions_live_only_where_some_are_kept():
+    engines = [at(0), *(at(index, sessions=False) for index in range(1, 4))]
+    for phase in PHASES:
+        engines[0].phase = phase
+        assert {Router().home("", str(number), engines).seat.index for number in range(20)} == {0}
+    assert {Router(number).link_for(request("a"), engines).seat.index for number in range(3)} == {1, 2, 3}  # 0 is lost
 
 
 class Pool:
@@ -31,78 +108,102 @@ class Pool:
 
 @pytest.fixture
 def engines(tmp_path):
-    """Two engines of different names, and a router over them."""
+    """Two engines of different names, and a client of both."""
     with contextlib.ExitStack() as stack:
-        addresses = [f"ipc://{tmp_path}/{name}" for name in NAMES]
-        running = [stack.enter_context(contextlib.closing(Engine(address))) for address in addresses]
+        seats = [Seat(index=index, address=f"ipc://{tmp_path}/{name}") for index, name in enumerate(NAMES)]
+        running = [stack.enter_context(contextlib.closing(Engine(seat.address))) for seat in seats]
         for engine, name in zip(running, NAMES, strict=True):
             engine.server.info = EngineInfo(model=name, slots=4)
             engine.pool = Pool(engine.worker)
             engine.worker.execute = engine.pool.execute
-        router = EngineRouter([EngineClient(address, heartbeat=0.05) for address in addresses])
-        stack.enter_context(contextlib.closing(router))
-        router.start()
-        wait_until(lambda: [client.info and client.info.model for client in router.clients] == list(NAMES))
-        wait_until(lambda: all(client.ready and client.stats for client in router.clients))
-        yield router, running
-
-
-def with_session(namespace: str) -> Request:
-    prompts, sampling = [[1, 2]], SamplingParams(seed=7)
-    return Request(
-        id=f"of {namespace}", prompts=prompts, sampling=sampling, max_tokens=5, session=Session(name="s"), namespace=namespace
-    )
-
-
-def namespaces_of(router) -> list[str]:
-    """One namespace that lives in each engine."""
-    return [next(str(i) for i in range(100) if router.home(str(i)) is client) for client in router.clients]
+        client = stack.enter_context(contextlib.closing(EngineClient(seats, heartbeat=0.05)))
+        client.start()
+        wait_until(lambda: all(link.ready and link.stats for link in client.links))
+        yield client, running
 
 
 def test_requests_go_to_either_engine_and_to_the_one_with_less_to_do(engines):
-    router, _ = engines
-    first, second = router.clients
-    long = router.submit(request("a", max_tokens=100_000))
-    wait_until(lambda: first.tickets)
-    assert router.client_for(request("b")) is second
-    assert len(drain(router.submit(request("b")))) == 5
-    assert set(router.tickets) == set(first.tickets) == {"a"}
+    client, _ = engines
+    long = client.submit(request("a", max_tokens=100_000))
+    wait_until(lambda: long.accepted)
+    (busy,) = [link for link in client.links if link.open_rows]
+    for name in "bc":
+        assert len(drain(client.submit(request(name)))) == 5
+    wait_until(lambda: set(client.tickets) == {"a"})
+    assert list(busy.parts) == ["a"]
     long.cancel()
     drain(long)
+    wait_until(lambda: [link.open_rows for link in client.links] == [0, 0])
+    wait_until(lambda: client.stats["generation_tokens_total"] == sum(link.stats["generation_tokens_total"] for link in client.links))
 
 
 def test_each_engine_has_its_own_info_figures_and_sessions(engines):
-    router, running = engines
-    assert [client.info.model for client in router.clients] == list(NAMES)
-    assert router.info.model == "one"
-    assert router.stats["slots"] == sum(client.stats["slots"] for client in router.clients)
-    for namespace, engine, client in zip(namespaces_of(router), running, router.clients, strict=True):
-        assert router.client_for(with_session(namespace)) is client
-        answers = queue.SimpleQueue()
-        action = session_messages.Delete(namespace=namespace, name="s")
-        router.execute(action, answers.put)
+    client, running = engines
+    assert [link.info.model for link in client.links] == list(NAMES)
+    assert client.info.model == "one"
+    assert client.stats["slots"] == sum(link.stats["slots"] for link in client.links) == 640
+    answers = queue.SimpleQueue()
+    commands = [session_messages.Delete(name=str(number)) for number in range(20)]
+    for command in commands:
+        client.execute(command, answers.put)
         assert answers.get(timeout=30).found
-        assert engine.pool.asked == [action]
+    asked = [engine.pool.asked for engine in running]
+    assert all(asked)
+    assert sorted(command.name for some in asked for command in some) == sorted(command.name for command in commands)
 
 
 def test_a_question_about_requests_is_answered_by_all(engines):
-    router, _ = engines
-    tickets = [client.submit(request(name, max_tokens=100_000)) for client, name in zip(router.clients, NAMES, strict=True)]
+    client, _ = engines
+    tickets = [client.submit(request(name, max_tokens=100_000)) for name in NAMES]
     answers = queue.SimpleQueue()
 
     def live() -> set[str]:
-        router.ask(Ask("q"), answers.put)
+        client.ask(Ask("q"), answers.put)
         return {live.id for live in answers.get(timeout=30)}
 
     wait_until(lambda: live() == set(NAMES))
-    router.fail_all(Unavailable("the end"))
+    wait_until(lambda: [len(link.parts) for link in client.links] == [1, 1])
+    client.fail_all(Unavailable("the end"))
     assert [drain(ticket)[-1].message for ticket in tickets] == ["the end", "the end"]
 
 
-def test_the_other_engine_serves_while_one_is_lost(engines):
-    router, running = engines
+def test_a_lost_engine_costs_its_own_requests_and_the_other_serves(engines):
+    client, running = engines
+    tickets = [client.submit(request(str(number), max_tokens=100_000 if number < 8 else 200)) for number in range(16)]
+    wait_until(lambda: all(ticket.accepted for ticket in tickets))
+    theirs = [list(link.parts) for link in client.links]
+    assert list(map(len, theirs)) == [8, 8]
     running[0].close()
-    wait_until(lambda: router.clients[0].phase == "lost")
-    router.check()
-    assert router.ready
-    assert len(drain(router.submit(request("a")))) == 5
+    wait_until(lambda: client.links[0].phase == "lost")
+    client.check()
+    for ticket in tickets:
+        ended = ticket.request_id in theirs[0]
+        assert not ended or drain(ticket)[-1].exception().code == "engine_lost"
+        assert ended or ticket.failure is None
+    assert len(drain(client.submit(request("a")))) == 5
+    answers = queue.SimpleQueue()
+    client.ask(Ask("q"), answers.put)
+    assert {live.id for live in answers.get(timeout=30)} <= set(theirs[1])
+    for ticket in tickets:
+        ticket.cancel()
+
+
+def test_engines_come_and_go(engines, tmp_path):
+    client, running = engines
+    one, two = (link.seat for link in client.links)
+    three = Seat(index=2, address=f"ipc://{tmp_path}/three")
+    with contextlib.closing(Engine(three.address)):
+        client.use([two, three])
+        wait_until(lambda: [link.seat for link in client.links] == [two, three] and all(link.ready for link in client.links))
+        wait_until(lambda: running[0].server.num_peers == 0)
+        assert len(drain(client.submit(request("a")))) == 5
+        ticket = client.submit(request("b", max_tokens=100_000))
+        wait_until(lambda: ticket.accepted)
+        client.use([one])
+        assert drain(ticket)[-1].exception().code == "engine_lost"
+        wait_until(lambda: client.ready)
+        assert len(drain(client.submit(request("c")))) == 5
+        client.use([])
+        wait_until(lambda: client.phase == "lost")
+        with pytest.raises(Unavailable):
+            client.submit(request("d"))

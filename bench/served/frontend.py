@@ -176,7 +176,8 @@ from unittest import mock
 with mock.patch.object(sys, "argv", ["x"]):
     from routes.native.chat import ChunkFormatter
     from routes.schemas import ContentsBody, parse, validate
-from rwkv_batch.ipc.client import EngineClient, Ticket
+from rwkv_batch.ipc.client import EngineClient
+from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.config import Config
 
 app, config, pending = FastAPI(), Config(), []

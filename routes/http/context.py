@@ -10,7 +10,7 @@ from routes.http.access import OWNER, Headers
 from routes.http.replies import Form
 from routes.http.streams import Reply
 from rwkv_batch.config import Config
-from rwkv_batch.ipc.client import Ticket
+from rwkv_batch.ipc.tickets import Ticket
 
 if TYPE_CHECKING:
     from routes.http.http_app import HttpApp

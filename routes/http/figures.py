@@ -7,7 +7,7 @@ from collections import deque
 
 from routes.http.access import OWNER
 from routes.http.context import RequestContext
-from rwkv_batch.ipc.client import Ticket
+from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.metrics import HttpMetrics
 from rwkv_batch.request import Event, Progress
 

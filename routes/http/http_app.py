@@ -26,8 +26,10 @@ from routes.http.streams import DOCUMENT, EVENTS, NUDGE, FormatEvent, Framing, R
 from rwkv_batch.config import Config
 from rwkv_batch.errors import NotBegun, Overloaded, RwkvBatchError, Unavailable
 from rwkv_batch.grammar.checker import Checker, refuse
-from rwkv_batch.ipc.client import EngineClient, SessionAnswer, Ticket
+from rwkv_batch.ipc.client import EngineClient
+from rwkv_batch.ipc.link import SessionAnswer
 from rwkv_batch.ipc.messages import Ask, EngineInfo, Live
+from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.metrics import HttpMetrics
 from rwkv_batch.request import Event, Failure, Grammar, Request
 from rwkv_batch.session_messages import Deleted, Page, SessionCommand

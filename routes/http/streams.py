@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from routes.http.connections import Cut
 from routes.http.replies import JSON, NDJSON, SSE, Response, dumps, error_document
 from rwkv_batch.errors import EngineFailed, RwkvBatchError
-from rwkv_batch.ipc.client import Reader, Ticket
+from rwkv_batch.ipc.tickets import Reader, Ticket
 from rwkv_batch.request import Event
 
 if TYPE_CHECKING:

@@ -1,29 +1,23 @@
-"""The HTTP process's end: a DEALER socket to one engine, a new identity for each connection, and one thread that owns it.
+"""The HTTP process's end: a link to each engine, and one thread that owns them all.
 
 No send ever waits: an engine that is gone or does not read loses the tickets it had and nothing else.
 """
 
-import contextlib
 import logging
-import os
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from queue import SimpleQueue
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from rwkv_batch.errors import EngineFailed, NotBegun, RwkvBatchError, Unavailable
+from rwkv_batch.ipc.link import EngineLink, Pace, Part, SessionAnswer
 from rwkv_batch.ipc.messages import (
-    HIGH_WATER,
-    SUBMIT_HIGH_WATER,
-    UNREADABLE,
+    PHASES,
     Accepted,
-    Alive,
     Ask,
     Batch,
     Cancel,
@@ -31,140 +25,47 @@ from rwkv_batch.ipc.messages import (
     EngineInfo,
     Execute,
     Found,
-    Hello,
     Live,
+    Seat,
     Status,
     Submit,
-    decode_to_http,
-    encode,
+    ToHttp,
 )
+from rwkv_batch.ipc.router import Router
+from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.ipc.waker import Bell, call_back
-from rwkv_batch.request import Event, Failure, Progress, Request
-from rwkv_batch.session_messages import Deleted, Page, SessionCommand
+from rwkv_batch.request import Event, Failure, Request
+from rwkv_batch.session_messages import SessionCommand
 
 log = logging.getLogger(__name__)
 
-SessionAnswer = Page | Deleted | Failure
 
+class Question:
+    """What several engines are asked, and what they have said so far."""
 
-class Reader:
-    """The reading side of an answer: what waits to be read, and how its reader gets on.
+    def __init__(self, links: Iterable[EngineLink], answer: Callable[[list[Live]], None]):
+        self.pending = {link.seat.index for link in links}
+        self.found: list[Live] | None = None
+        self.answer = answer
 
-    num_put, num_taken  bytes that were queued and that were taken out: a reader that does not read shows in the difference
-    taken_at            when the last item was taken
-    unread_since        when the oldest item that was not taken was queued, at the latest
-    peer                where the reader is, for whoever watches connections
-    watched             whether that was looked at
-    suspect             whether the reader may have left
-    """
-
-    def __init__(self, peer: str = ""):
-        self.queue: SimpleQueue = SimpleQueue()
-        self.num_put = 0
-        self.num_taken = 0
-        self.taken_at = self.unread_since = time.monotonic()
-        self.peer = peer
-        self.watched = self.suspect = False
-
-    def put(self, item: Any) -> None:
-        """Queue an item; only bytes count as unread."""
-        if self.num_put == self.num_taken:
-            self.unread_since = time.monotonic()
-        self.num_put += len(item) if isinstance(item, bytes) else 0
-        self.queue.put(item)
-
-    def take(self, timeout: float) -> Any:
-        """Next item; queue.Empty after `timeout` seconds."""
-        item = self.queue.get(timeout=timeout)
-        self.num_taken += len(item) if isinstance(item, bytes) else 0
-        self.taken_at = time.monotonic()
-        return item
-
-
-class Ticket:
-    """What a caller holds for a submitted request.
-
-    reader    takes what `format_event` made of each event, None for nothing; END comes last
-    answered  called once in the client's thread when the request was accepted or refused, see `accepted` and `failure`
-    ended     called once in the client's thread after END was queued
-
-    `format_event` runs in the client's thread and must be quick; without one the events themselves are queued.
-    """
-
-    END = object()
-
-    def __init__(self, client: "EngineClient", request: Request, format_event: Callable[[Event], Any] | None):
-        self.request_id = request.id
-        self.reader = Reader()
-        self.format_event = format_event
-        self.open_rows = request.num_rows
-        self.incremental = request.chunk_size > 0  # text comes as it is made, not all at the end
-        self.accepted = False
-        self.cancelled = False
-        self.done = False
-        self.failure: Failure | None = None
-        self.answered: Callable[[], None] | None = None
-        self.ended: Callable[[], None] | None = None
-        self.submitted_at = time.monotonic()
-        self.first_at: float | None = None  # first event with text
-        self.progressed_at = self.submitted_at
-        self.completion_tokens = 0  # of rows that have ended
-        self.num_tokens = 0  # of texts that have come
-        self._client = client
-
-    def cancel(self) -> None:
-        """Nobody wants the rest. Any thread, finalisers too; more than once is fine; END is queued if it was not."""
-        self.cancelled = True
-        self._client._cancelled.append(self)
-        self._client._bell.ring()
-
-    def abort(self, error: RwkvBatchError) -> None:
-        """End it with an error for its reader and cancel it in the engine. The client's thread only."""
-        self._feed(Failure.of(self.request_id, error))
-        self.cancel()
-
-    def take(self, timeout: float) -> Any:
-        """Next item for the reader; queue.Empty after `timeout` seconds."""
-        return self.reader.take(timeout)
-
-    def _feed(self, event: Event) -> None:
-        if self.done:
-            return
-        if isinstance(event, Failure):
-            self.failure = event
-            self.open_rows = 0
-        else:
-            self.open_rows -= len(event.finishes)
-        item = self.format_event(event) if self.format_event else event
-        if item is not None:
-            self.reader.put(item)
-        if isinstance(event, Progress):
-            self.progressed_at = time.monotonic()
-            if self.first_at is None and event.deltas:
-                self.first_at = self.progressed_at
-        self._tell_answered()
-        if self.open_rows <= 0:
-            self._end()
-
-    def _tell_answered(self) -> None:
-        answered, self.answered = self.answered, None
-        call_back(answered)
-
-    def _end(self) -> None:
-        if not self.done:
-            self.done = True
-            self.reader.put(Ticket.END)
-            self._tell_answered()
-            call_back(self.ended)
+    def heard(self, index: int, found: list[Live] | None) -> bool:
+        """One has answered, or was lost (None); returns whether that was the last one. When all are lost nobody is told."""
+        if found is not None:
+            self.found = (self.found or []) + found
+        self.pending.discard(index)
+        if not self.pending and self.found is not None:
+            call_back(self.answer, sorted(self.found, key=lambda live: live.created))
+        return not self.pending
 
 
 class EngineClient:
-    """The HTTP process's end: submits requests and fans the engine's events out to their tickets.
+    """The HTTP process's end: submits requests and fans the engines' events out to their tickets.
 
-    address       ipc:// path, which need not exist yet
+    seats         where the engines are, none of which need be there yet; or the ipc:// path of the only one
     heartbeat     seconds between two signs of life
-    peer_seconds  silence after which the engine is taken for lost
+    peer_seconds  silence after which an engine is taken for lost
     tick          called in the client's thread after each message and at least every 20 ms while tickets are open
+    number        of this HTTP process: those of equal load go through the engines in different orders
 
     A callback that raises is logged and changes nothing else, except that a `format_event` that raises ends its own ticket.
     """
@@ -173,34 +74,62 @@ class EngineClient:
     IDLE_POLL_MS = 250
 
     def __init__(
-        self, address: str, *, heartbeat: float = 0.5, peer_seconds: float = 15.0, tick: Callable[[], None] | None = None
+        self,
+        seats: str | Sequence[Seat],
+        *,
+        heartbeat: float = 0.5,
+        peer_seconds: float = 15.0,
+        tick: Callable[[], None] | None = None,
+        number: int = 0,
     ):
-        self.address = address
-        self.heartbeat = heartbeat
-        self.peer_seconds = peer_seconds
         self.tick = tick or (lambda: None)
         self.busy: Callable[[], bool] = lambda: False  # whether to tick fast although no ticket is open
         self.on_info: Callable[[EngineInfo], None] = lambda info: None  # a loaded engine has introduced itself
         self.observe: Callable[[Ticket, Event], None] = lambda ticket, event: None
-        self.phase = "lost"
-        self.info: EngineInfo | None = None
-        self.stats: dict[str, int | float] = {}
         self.tickets: dict[str, Ticket] = {}  # touched by the client's thread only; others may look
-        self._outbox: deque[tuple[Ticket, bytes] | tuple[None, RwkvBatchError]] = deque()
+        self._outbox: deque[tuple[Ticket, Submit] | tuple[None, RwkvBatchError]] = deque()
         self._cancelled: deque[Ticket] = deque()
         self._asked: deque[tuple[Ask, Callable[[list[Live]], None]]] = deque()
-        self._questions: dict[str, Callable[[list[Live]], None]] = {}
+        self._questions: dict[str, Question] = {}
         self._commands: deque[tuple[Execute, Callable[[SessionAnswer], None]]] = deque()
-        self._command_answers: dict[str, Callable[[SessionAnswer], None]] = {}
+        self._parts: dict[str, list[tuple[EngineLink, Part]]] = {}  # of each ticket
+        self._router = Router(number)
         self._bell = Bell()
         self._closing = False
         self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._pace = Pace(heartbeat, peer_seconds)
+        self._seats = [Seat(address=seats)] if isinstance(seats, str) else list(seats)
+        self.links = [self._link(seat) for seat in self._seats]  # replaced, never changed; others may look
         self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
+
+    # --- what there is; any thread ---
+
+    @property
+    def phase(self) -> str:
+        """That of the engine that is best off."""
+        return min((link.phase for link in self.links), key=PHASES.index, default="lost")
 
     @property
     def ready(self) -> bool:
-        """Whether an engine is there that takes requests."""
+        """Whether there is an engine that takes requests."""
         return self.phase == "ready"
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the first engine is that has introduced itself."""
+        return next((link.info for link in self.links if link.info is not None), None)
+
+    @property
+    def stats(self) -> dict[str, int | float]:
+        """The figures of all engines, added up."""
+        total: dict[str, int | float] = {}
+        for link in self.links:
+            for name, value in link.stats.items():
+                total[name] = total.get(name, 0) + value
+        return total
+
+    # --- orders; any thread ---
 
     def start(self) -> None:
         """Begin to connect."""
@@ -212,14 +141,14 @@ class EngineClient:
         self._bell.ring()
         self._thread.join(timeout=5)
 
+    def use(self, seats: Sequence[Seat]) -> None:
+        """These are all the engines from now on: links to new ones begin, what those have that are gone fails."""
+        self._seats = list(seats)
+        self._bell.ring()
+
     def check(self) -> None:
-        """Raise Unavailable unless an engine is there that takes requests."""
-        if self.phase == "loading":
-            raise NotBegun("the model is still loading", code="loading", retry_after=2.0)
-        if self.phase == "draining":
-            raise NotBegun("the server is shutting down", code="draining", retry_after=5.0)
-        if self.phase != "ready":
-            raise NotBegun("the engine is not running; it is being restarted", code="engine_lost", retry_after=2.0)
+        """Raise Unavailable unless there is an engine that takes requests."""
+        refuse_in(self.phase)
 
     def submit(
         self,
@@ -230,21 +159,21 @@ class EngineClient:
         endpoint: str = "",
         given_id: str = "",
     ) -> Ticket:
-        """Send a request. Any thread. Raises Unavailable; a refusal by the engine comes as Failure in the ticket's queue."""
+        """Send a request. Raises Unavailable; a refusal by the engine comes as Failure in the ticket's queue."""
         self.check()
-        ticket = Ticket(self, request, format_event)
+        ticket = Ticket(self._cancel, request, format_event)
         ticket.answered, ticket.ended = answered, ended
-        self._outbox.append((ticket, encode(Submit(request, endpoint, given_id))))
+        self._outbox.append((ticket, Submit(request, endpoint, given_id)))
         self._bell.ring()
         return ticket
 
     def ask(self, question: Ask, answer: Callable[[list[Live]], None]) -> None:
-        """Ask about requests; `answer` is called in the client's thread, never when the engine is lost. Any thread."""
+        """Ask all engines about requests; `answer` is called in the client's thread, never when all are lost meanwhile."""
         self._asked.append((question, answer))
         self._bell.ring()
 
     def execute(self, command: SessionCommand, answer: Callable[[SessionAnswer], None]) -> None:
-        """Carry out a command about sessions. Any thread. Raises Unavailable.
+        """Carry out a command about sessions. Raises Unavailable.
 
         `answer` is called once in the client's thread, with a Failure if the engine is lost.
         """
@@ -253,151 +182,179 @@ class EngineClient:
         self._bell.ring()
 
     def fail_all(self, error: RwkvBatchError) -> None:
-        """End all open tickets with an error. Any thread."""
+        """End all open tickets with an error."""
         self._outbox.append((None, error))
         self._bell.ring()
 
+    def _cancel(self, ticket: Ticket) -> None:
+        self._cancelled.append(ticket)
+        self._bell.ring()
+
+    # --- the client's thread ---
+
     def _run(self) -> None:
+        self._poller.register(self._bell.fd, zmq.POLLIN)
+        for link in self.links:
+            link.connect()
         while not self._closing:
-            self._connection()
+            pause = self.BUSY_POLL_MS if self.tickets or call_back(self.busy) else self.IDLE_POLL_MS
+            ready = dict(self._poller.poll(pause))
+            self._bell.hear()
+            self._find_seats()
+            self._send_out()
+            for link in self.links:
+                try:
+                    for message in link.messages():
+                        self._take(link, message)
+                    link.check_up(ready)
+                except ConnectionError as error:
+                    self._lose(link, str(error))
+                    link.connect()
+            call_back(self.tick)
         self._fail(Unavailable("the server is stopping", code="draining"))
+        for link in self.links:
+            self._end(link)
         self._context.destroy(linger=0)
 
-    def _connection(self) -> None:
-        """One connection, from hello until the engine is lost; the next one has a new identity."""
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.IDENTITY, b"http-%d-" % os.getpid() + secrets.token_bytes(8))
-        dealer.setsockopt(zmq.SNDHWM, SUBMIT_HIGH_WATER)
-        dealer.setsockopt(zmq.RCVHWM, HIGH_WATER)
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.RECONNECT_IVL, 50)
-        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        poller = zmq.Poller()
-        for source in (dealer, monitor, self._bell.fd):
-            poller.register(source, zmq.POLLIN)
-        dealer.connect(self.address)
-        dealer.send(encode(Hello(os.getpid())))
-        heard = time.monotonic()
-        next_beat = heard + self.heartbeat
-        lost = None
-        while lost is None and not self._closing:
-            pause = self.BUSY_POLL_MS if self.tickets or call_back(self.busy) else self.IDLE_POLL_MS
-            ready = dict(poller.poll(pause))
-            self._bell.hear()
-            self._send_out(dealer)
-            lost = self._receive(dealer)
-            now = time.monotonic()
-            if dealer in ready:
-                heard = now
-            if monitor in ready:
-                recv_monitor_message(monitor)
-                lost = "it closed the connection"
-            elif self.phase != "lost" and now - heard > self.peer_seconds:
-                lost = "it is silent"
-            if now >= next_beat:
-                next_beat = now + self.heartbeat
-                try:
-                    dealer.send(encode(Alive()), zmq.NOBLOCK)
-                except zmq.Again:
-                    lost = "it does not read"
-            call_back(self.tick)
-        dealer.disable_monitor()
-        monitor.close()
-        dealer.close()
-        served = self.phase in ("ready", "draining")  # why one that is still loading ends, it says itself
-        self.phase, self.stats = "lost", {}
-        if served and not self._closing:
-            log.warning("the engine is lost: %s", lost)
-        self._questions.clear()
-        self._fail_commands(Unavailable("the engine was lost while it worked on this", code="engine_lost", retry_after=2.0))
-        self._fail(Unavailable("the engine was lost while it worked on this request", code="engine_lost", retry_after=2.0))
+    def _link(self, seat: Seat) -> EngineLink:
+        return EngineLink(seat, self._context, self._poller, self._pace)
 
-    def _send_out(self, dealer: zmq.Socket) -> None:
+    def _find_seats(self) -> None:
+        """Link to the seats that `use` was told of."""
+        seats, known = self._seats, {link.seat: link for link in self.links}
+        if list(known) == seats:
+            return
+        links = []
+        for seat in seats:
+            link = known.pop(seat, None)
+            if link is None:
+                link = self._link(seat)
+                link.connect()
+            links.append(link)
+        self.links = links
+        for link in known.values():
+            self._end(link)
+
+    def _lose(self, link: EngineLink, why: str) -> None:
+        """A connection has no future: what the engine had fails."""
+        if link.phase in ("ready", "draining"):  # why one that is still loading ends, it says itself
+            log.warning("%s is lost: %s", "the engine" if len(self.links) == 1 else f"engine {link.seat.index}", why)
+        self._end(link)
+
+    def _end(self, link: EngineLink) -> None:
+        link.disconnect()
+        self._questions = {key: asked for key, asked in self._questions.items() if not asked.heard(link.seat.index, None)}
+        error = Unavailable("the engine was lost while it worked on this", code="engine_lost", retry_after=2.0)
+        for question in list(link.commands):
+            call_back(link.commands.pop(question), Failure.of("", error))
+        error = Unavailable("the engine was lost while it worked on this request", code="engine_lost", retry_after=2.0)
+        for part_id in list(link.parts):
+            self._feed(link, Failure.of(part_id, error))
+
+    def _send_out(self) -> None:
         while self._outbox:
-            ticket, payload = self._outbox.popleft()
+            ticket, message = self._outbox.popleft()
             if ticket is None:
-                self._fail(payload)
-                continue
-            if ticket.cancelled:  # its turn among the cancelled may have been already: it must not be sent after that
-                ticket._end()
-                continue
-            self.tickets[ticket.request_id] = ticket
-            try:
-                dealer.send(payload, zmq.NOBLOCK)
-            except zmq.Again:
-                self._feed([Failure.of(ticket.request_id, Unavailable("the engine does not keep up", code="engine_busy"))])
+                self._fail(message)
+            elif ticket.cancelled:  # its turn among the cancelled may have been already: it must not be sent after that
+                ticket.end()
+            else:
+                self._submit(ticket, message)
         while self._asked:
-            question, answer = self._asked.popleft()
-            self._questions[question.question] = answer
-            with contextlib.suppress(zmq.Again):  # whoever asked does not wait forever
-                dealer.send(encode(question), zmq.NOBLOCK)
+            self._put(*self._asked.popleft())
         while self._commands:
             message, answer = self._commands.popleft()
-            self._command_answers[message.question] = answer
-            try:
-                dealer.send(encode(message), zmq.NOBLOCK)
-            except zmq.Again:
-                error = Unavailable("the engine does not keep up", code="engine_busy")
-                call_back(self._command_answers.pop(message.question), Failure.of("", error))
+            self._execute(message, answer)
         while self._cancelled:
             ticket = self._cancelled.popleft()
-            if self.tickets.pop(ticket.request_id, None) is not None:
-                try:
-                    dealer.send(encode(Cancel(ticket.request_id)), zmq.NOBLOCK)
-                except zmq.Again:
-                    log.warning("a cancel was lost: the engine does not read")
-            ticket._end()
+            self.tickets.pop(ticket.request_id, None)
+            for link, part in self._parts.pop(ticket.request_id, ()):
+                if part.id in link.parts:
+                    link.drop(part)
+                    if not link.send(Cancel(part.id)):
+                        log.warning("a cancel was lost: the engine does not read")
+            ticket.end()
 
-    def _receive(self, dealer: zmq.Socket) -> str | None:
-        """Read what is there; return why this connection has no future, if it has none."""
-        while True:
-            try:
-                message = decode_to_http(dealer.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return None
-            except UNREADABLE as error:
-                return f"it sent what cannot be read: {error}"
-            if isinstance(message, Batch):
-                self._feed(message.progress)
-                self._feed(message.failures)
-            elif isinstance(message, Found):
-                call_back(self._questions.pop(message.question, None), message.requests)
-            elif isinstance(message, CommandResult):
-                call_back(self._command_answers.pop(message.question, None), message.failure or message.answer)
-            elif isinstance(message, Accepted):
-                for ticket in filter(None, map(self.tickets.get, message.request_ids)):
-                    ticket.accepted = True
-                    ticket._tell_answered()
-            elif isinstance(message, Status):
-                self.phase, self.stats = message.phase, message.stats
-                if message.info is not None and message.info != self.info:
-                    self.info = message.info
-                    call_back(self.on_info, message.info)
-            else:
-                return "it forgot this process"
+    def _submit(self, ticket: Ticket, message: Submit) -> None:
+        """Send a request to the engine that is to have it."""
+        self.tickets[ticket.request_id] = ticket
+        try:
+            link = self._router.link_for(message.request, self.links)
+            refuse_in(link.phase if link is not None else "lost")
+        except RwkvBatchError as error:
+            self._pass_on(ticket, Failure.of(ticket.request_id, error))
+            return
+        part = Part(ticket, message.request.id, message.request.num_rows)
+        link.add(part)
+        self._parts[ticket.request_id] = [(link, part)]
+        if not link.send(message):
+            self._feed(link, Failure.of(part.id, Unavailable("the engine does not keep up", code="engine_busy")))
 
-    def _feed(self, events: Iterable[Event]) -> None:
-        for event in events:
-            ticket = self.tickets.get(event.request_id)
-            if ticket is None:
-                continue
-            call_back(self.observe, ticket, event)
-            try:
-                ticket._feed(event)
-            except Exception:
-                log.exception("an event of request %s could not be passed on", event.request_id)
-                ticket.failure = Failure.of(event.request_id, EngineFailed("internal error", code="internal"))
-                ticket.cancel()
-            if ticket.done:
-                self.tickets.pop(event.request_id, None)
+    def _put(self, question: Ask, answer: Callable[[list[Live]], None]) -> None:
+        """Put a question to all engines that take requests, whether they have room for it or not: nobody waits forever."""
+        asked = [link for link in self.links if link.ready] or self.links[:1]
+        self._questions[question.question] = Question(asked, answer)
+        for link in asked:
+            link.send(question)
 
-    def _fail_commands(self, error: RwkvBatchError) -> None:
-        """All commands without an answer, sent or not, get the error."""
-        while self._commands:
-            message, answer = self._commands.popleft()
-            self._command_answers[message.question] = answer
-        for question in list(self._command_answers):
-            call_back(self._command_answers.pop(question), Failure.of("", error))
+    def _execute(self, message: Execute, answer: Callable[[SessionAnswer], None]) -> None:
+        """Send a command to the engine that has the session."""
+        link = self._router.home(message.command.namespace, getattr(message.command, "name", None), self.links)
+        try:
+            refuse_in(link.phase if link is not None else "lost")
+            if not link.send(message):
+                raise Unavailable("the engine does not keep up", code="engine_busy")
+        except RwkvBatchError as error:
+            call_back(answer, Failure.of("", error))
+        else:
+            link.commands[message.question] = answer
+
+    def _take(self, link: EngineLink, message: ToHttp) -> None:
+        """Act on one message. Raises ConnectionError when the engine knows nothing of this process."""
+        if isinstance(message, Batch):
+            for event in (*message.progress, *message.failures):
+                self._feed(link, event)
+        elif isinstance(message, Found):
+            question = self._questions.get(message.question)
+            if question is not None and question.heard(link.seat.index, message.requests):
+                del self._questions[message.question]
+        elif isinstance(message, CommandResult):
+            call_back(link.commands.pop(message.question, None), message.failure or message.answer)
+        elif isinstance(message, Accepted):
+            for part in filter(None, map(link.parts.get, message.request_ids)):
+                part.ticket.accept()
+        elif isinstance(message, Status):
+            link.note(message)
+            if message.info is not None and message.info != link.info:
+                link.info = message.info
+                call_back(self.on_info, message.info)
+        else:
+            raise ConnectionError("it forgot this process")
+
+    def _feed(self, link: EngineLink, event: Event) -> None:
+        """Pass an event of an engine on to the ticket it is for."""
+        part = link.parts.get(event.request_id)
+        if part is None:
+            return
+        if isinstance(event, Failure):
+            link.drop(part)
+        else:
+            link.ended(part, len(event.finishes))
+            if not part.open_rows:
+                link.drop(part)
+        self._pass_on(part.ticket, event)
+
+    def _pass_on(self, ticket: Ticket, event: Event) -> None:
+        call_back(self.observe, ticket, event)
+        try:
+            ticket.feed(event)
+        except Exception:
+            log.exception("an event of request %s could not be passed on", ticket.request_id)
+            ticket.failure = Failure.of(ticket.request_id, EngineFailed("internal error", code="internal"))
+            ticket.cancel()
+        if ticket.done:
+            self.tickets.pop(ticket.request_id, None)
+            self._parts.pop(ticket.request_id, None)
 
     def _fail(self, error: RwkvBatchError) -> None:
         """All open tickets, and those not sent yet, end with the error."""
@@ -405,4 +362,15 @@ class EngineClient:
             ticket, _ = self._outbox.popleft()
             if ticket is not None:
                 self.tickets[ticket.request_id] = ticket
-        self._feed([Failure.of(request_id, error) for request_id in list(self.tickets)])
+        for ticket in list(self.tickets.values()):
+            self._pass_on(ticket, Failure.of(ticket.request_id, error))
+
+
+def refuse_in(phase: str) -> None:
+    """Raise Unavailable unless an engine in this phase takes requests."""
+    if phase == "loading":
+        raise NotBegun("the model is still loading", code="loading", retry_after=2.0)
+    if phase == "draining":
+        raise NotBegun("the server is shutting down", code="draining", retry_after=5.0)
+    if phase != "ready":
+        raise NotBegun("the engine is not running; it is being restarted", code="engine_lost", retry_after=2.0)

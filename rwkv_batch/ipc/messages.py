@@ -10,7 +10,23 @@ from rwkv_batch.session_messages import Deleted, Page, SessionCommand
 
 HIGH_WATER = 1000  # of these that wait for an HTTP process that does not read: some ten seconds of steps
 SUBMIT_HIGH_WATER = 10_000  # that wait for the engine
+PHASES = ("ready", "loading", "draining", "lost")  # what is told of several engines is the first of these that one is in
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)  # what decoding raises
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an engine runs, as HTTP processes are told: the engine may be lost and another one started in its seat.
+
+    index     number of the engine, never given to another seat of this server
+    address   ipc:// path
+    device    what it was given, as --devices names it, "0" or "cpu"; empty: that is left to the engine
+    sessions  whether it keeps sessions
+    """
+
+    index: int = 0
+    address: str
+    device: str = ""
+    sessions: bool = True
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

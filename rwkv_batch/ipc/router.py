@@ -1,125 +1,64 @@
-"""Several engines behind one front: which of them gets a request. Each has an address, an `EngineInfo`, figures and sessions of
-its own, held by its client.
+"""Which engine gets a request. Knows numbers and names, no sockets.
 
-All sessions of a namespace live in one engine, so that forks, lists and the states of responses stay together; the namespace
-alone chooses it, so that every HTTP process finds the same one. A request without a session goes to the engine with the fewest
-tickets.
+A session has a home among the engines that are ready, chosen by its name alone (rendezvous hashing: when an engine is lost or
+added, only what it had or gets moves), so that every HTTP process finds the same one, which has the state in memory. All other
+requests go to the engine with the fewest rows for its slots.
 """
 
-import threading
-import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
-from rwkv_batch.errors import RwkvBatchError
-from rwkv_batch.ipc.client import EngineClient, SessionAnswer, Ticket
-from rwkv_batch.ipc.messages import Ask, EngineInfo, Live
+from rwkv_batch.ipc.messages import PHASES, Seat
 from rwkv_batch.request import Request
-from rwkv_batch.session_messages import SessionCommand
 
-PHASES = ("ready", "loading", "draining", "lost")  # what is told of several engines is the first of these that one is in
-
-
-def shared(name: str) -> property:
-    """A callback of `EngineClient` that all clients have."""
-
-    def give(router: "EngineRouter", callback: Callable) -> None:
-        for client in router.clients:
-            setattr(client, name, callback)
-
-    return property(lambda router: getattr(router.clients[0], name), give)
+NODE = re.compile(r":\d+$")  # behind a dialogue's name: those of its nodes
 
 
-class EngineRouter:
-    """Has the methods of an `EngineClient` and uses that of the engine concerned; `clients` are in the order of the engines.
+class Engine(Protocol):
+    """What is known of an engine: where it is, whether it takes requests, how many rows it has for how many slots."""
 
-    Callbacks come from the thread of each client.
-    """
-
-    tick, busy, observe, on_info = map(shared, ("tick", "busy", "observe", "on_info"))
-
-    def __init__(self, clients: Sequence[EngineClient]):
-        self.clients = list(clients)
+    seat: Seat
+    phase: str
 
     @property
-    def phase(self) -> str:
-        """That of the engine that is best off."""
-        return min((client.phase for client in self.clients), key=PHASES.index)
+    def load(self) -> tuple[int, int]:
+        """Rows and slots."""
 
-    @property
-    def ready(self) -> bool:
-        """Whether there is an engine that takes requests."""
-        return self.phase == "ready"
 
-    @property
-    def info(self) -> EngineInfo | None:
-        """What the first engine is that has introduced itself."""
-        return next((client.info for client in self.clients if client.info is not None), None)
+E = TypeVar("E", bound=Engine)
 
-    @property
-    def stats(self) -> dict[str, int | float]:
-        """The figures of all engines, added up."""
-        total: dict[str, int | float] = {}
-        for client in self.clients:
-            for name, value in client.stats.items():
-                total[name] = total.get(name, 0) + value
-        return total
 
-    @property
-    def tickets(self) -> dict[str, Ticket]:
-        """Those of all engines."""
-        first, *others = (client.tickets for client in self.clients)
-        return {key: ticket for tickets in (first, *others) for key, ticket in list(tickets.items())} if others else first
+class Router:
+    """Chooses. `number`: of this HTTP process, so that each breaks ties in another order."""
 
-    def home(self, namespace: str) -> EngineClient:
-        """The engine that has the sessions of a namespace."""
-        return self.clients[zlib.crc32(namespace.encode()) % len(self.clients)]
+    def __init__(self, number: int = 0):
+        self._turn = number
 
-    def client_for(self, request: Request) -> EngineClient:
-        """The engine that a request goes to."""
+    def link_for(self, request: Request, engines: Sequence[E]) -> E | None:
+        """The engine that a request goes to; one that is not ready when none is, None when there is none."""
         if request.session is not None:
-            return self.home(request.namespace)
-        return min(self.clients, key=lambda client: (PHASES.index(client.phase), len(client.tickets)))
+            return self.home(request.namespace, request.session.name, engines)
+        best = best_off(engines)
+        if len(best) < 2:
+            return next(iter(best), None)
+        self._turn = (self._turn + 1) % len(best)
+        return min(best[self._turn :] + best[: self._turn], key=lambda engine: engine.load[0] / engine.load[1])
 
-    def start(self) -> None:
-        """Begin to connect to all."""
-        for client in self.clients:
-            client.start()
+    def home(self, namespace: str, name: str | None, engines: Sequence[E]) -> E | None:
+        """The engine that a session lives in, a node of a dialogue where the dialogue does; None: when nobody keeps any."""
+        best = best_off([engine for engine in engines if engine.seat.sessions]) or best_off(engines)
+        wanted = f"{namespace}\0{NODE.sub('', name or '')}"
+        return max(best, key=lambda engine: score(wanted, engine.seat.index), default=None)
 
-    def close(self) -> None:
-        """End all connections; open tickets fail."""
-        for client in self.clients:
-            client.close()
 
-    def check(self) -> None:
-        """Raise Unavailable unless there is an engine that takes requests."""
-        min(self.clients, key=lambda client: PHASES.index(client.phase)).check()
+def best_off(engines: Sequence[E]) -> list[E]:
+    """Those in the best phase that one is in."""
+    phase = min((engine.phase for engine in engines), key=PHASES.index, default="lost")
+    return [engine for engine in engines if engine.phase == phase]
 
-    def submit(self, request: Request, *args: Any, **more: Any) -> Ticket:
-        """See `EngineClient.submit`."""
-        return self.client_for(request).submit(request, *args, **more)
 
-    def execute(self, command: SessionCommand, answer: Callable[[SessionAnswer], None]) -> None:
-        """See `EngineClient.execute`."""
-        self.home(command.namespace).execute(command, answer)
-
-    def ask(self, question: Ask, answer: Callable[[list[Live]], None]) -> None:
-        """Ask all engines that take requests; `answer` is called once with what all said, never when one is lost meanwhile."""
-        asked = [client for client in self.clients if client.ready] or self.clients[:1]
-        found: list[list[Live]] = []
-        lock = threading.Lock()
-
-        def gather(requests: list[Live]) -> None:
-            with lock:
-                found.append(requests)
-                complete = len(found) == len(asked)
-            if complete:
-                answer(sorted((live for part in found for live in part), key=lambda live: live.created))
-
-        for client in asked:
-            client.ask(question, gather)
-
-    def fail_all(self, error: RwkvBatchError) -> None:
-        """End all open tickets with an error."""
-        for client in self.clients:
-            client.fail_all(error)
+def score(name: str, index: int) -> bytes:
+    """How much an engine wants a name: the highest bidder has it (rendezvous hashing)."""
+    return hashlib.blake2b(f"{index}\0{name}".encode(), digest_size=8).digest()
