@@ -40,12 +40,17 @@ async def readyz(context: RequestContext) -> Response:
     try:
         context.app.check()
     except RwkvBatchError as error:
-        return json_reply({"status": "unavailable", "error": error.message}, 503)
-    return json_reply({"status": "ready", "model": context.model_name})
+        return json_reply({"status": "unavailable", "error": error.message, "engines": phases(context)}, 503)
+    return json_reply({"status": "ready", "model": context.model_name, "engines": phases(context)})
+
+
+def phases(context: RequestContext) -> list[str]:
+    """How each engine is."""
+    return [link.phase for link in context.app.client.links]
 
 
 async def stats(context: RequestContext) -> Response:
-    """GET /stats: the engine's figures and this HTTP process's."""
+    """GET /stats: the engines' figures, added up and of each, and this HTTP process's."""
     client = context.app.client
     info = client.info
     return json_reply(
@@ -56,6 +61,17 @@ async def stats(context: RequestContext) -> Response:
                 **({key: getattr(info, key) for key in SHOWN} if info else {}),
                 **client.stats,
             },
+            "engines": [
+                {
+                    "index": link.seat.index,
+                    "phase": link.phase,
+                    "device": link.info.device if link.info else link.seat.device,
+                    "card": link.seat.device or None,
+                    "sessions": link.seat.sessions,
+                    **link.stats,
+                }
+                for link in client.links
+            ],
             "http": {
                 "pid": context.app.pid,
                 "uptime_seconds": round(time.time() - context.app.started, 1),
@@ -73,7 +89,7 @@ class StopBody(Body):
 
 
 async def server_status(context: RequestContext) -> Response:
-    """GET /v1/server/status: the engine, its slots, and the requests of all HTTP processes."""
+    """GET /v1/server/status: the engines, their slots, and the requests of all HTTP processes."""
     client = context.app.client
     figures, info = client.stats, client.info
     slots, free = figures.get("slots", 0), figures.get("slots_free", 0)
@@ -93,6 +109,16 @@ async def server_status(context: RequestContext) -> Response:
                 "available_bsz": free,
                 "queued_requests": figures.get("requests_waiting", 0),
             },
+            "engines": [
+                {
+                    "index": link.seat.index,
+                    "status": link.phase,
+                    "slots": link.stats.get("slots", 0),
+                    "slots_free": link.stats.get("slots_free", 0),
+                    "queued_requests": link.stats.get("requests_waiting", 0),
+                }
+                for link in client.links
+            ],
             "active_request": active[0] if active else None,
             "active_requests": active,
             "paused_requests": [],

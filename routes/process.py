@@ -23,9 +23,8 @@ from rwkv_batch import metrics
 from rwkv_batch.config import Config
 from rwkv_batch.errors import Unavailable
 from rwkv_batch.ipc.client import EngineClient
-from rwkv_batch.ipc.router import EngineRouter
 from rwkv_batch.server import lines
-from rwkv_batch.server.control import BEAT_SECONDS, Control, address_in
+from rwkv_batch.server.control import BEAT_SECONDS, Control
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +36,8 @@ METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "TRACE"]
 def run(control: Control) -> int:
     """Serve until told to stop; returns the exit code of a server that ended by itself."""
     config, folder = control.config, control.folder
-    addresses = [address_in(folder)]  # one for each engine
-    client = EngineRouter(
-        [EngineClient(address, heartbeat=config.heartbeat, peer_seconds=config.peer_seconds) for address in addresses]
-    )
+    pace = {"heartbeat": config.heartbeat, "peer_seconds": config.peer_seconds}
+    client = EngineClient(control.birth.seats, **pace, number=control.birth.index)
     app = HttpApp(config, client, metrics.HttpMetrics(), folder)
 
     def drain() -> None:
@@ -84,7 +81,7 @@ def run(control: Control) -> int:
     robyn = Robyn(str(folder / "app.py"), config=RobynConfig())  # where it looks for a robyn.env to load, so not here
     register(robyn, app)
     robyn.startup_handler(up)
-    control.listen({"drain": drain, "stop": stop})
+    control.listen({"drain": drain, "stop": stop, "seats": client.use})
     client.start()
     deadline = time.monotonic() + (MEET_SECONDS if control.birth.engine_ready else 0.0)
     while (client.phase == "lost" or app.tokenizer is None) and time.monotonic() < deadline:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from rwkv_batch.devices import engine_devices, parse_devices
 from rwkv_batch.errors import UsageError
 from rwkv_batch.secrets import read_api_keys, read_password
 
@@ -69,6 +70,8 @@ class Config:
     )
     served_model_name: str | None = setting(None, "model", "name in /v1/models; default: the file's name without its ending")
     device: str = setting("auto", "model", "auto, cpu, cuda or cuda:N")
+    devices: str | None = setting(None, "model", "cards with an engine each, 0,1,2 or [0,1,2]; auto: all; cpu,cpu: two without")
+    pin_engines: bool = setting(True, "model", "with --devices: keep each engine on the CPUs near its card")
     pp_devices: str | None = setting(None, "model", "devices of a pipeline, 0,1 or [0,1]; only one is supported so far")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting("auto", "model", "type of the weights in memory")
     quant: Literal["auto", "none", "int8", "fp8", "int4", "nf4", "fp6", "fp5"] = setting(
@@ -111,7 +114,9 @@ class Config:
         None, "sampling", "width of the noise in the big and the plain batch, where a request gives none", low=0, high=1000
     )
 
-    state_db: str = setting("rwkv_batch_sessions.db", "sessions", "SQLite file of the sessions, made when the first is kept")
+    state_db: str = setting(
+        "rwkv_batch_sessions.db", "sessions", "SQLite file of the sessions, made when one is kept; empty: none are"
+    )
     state_key_file: str | None = setting(None, "sessions", "file with a key: what sessions say is encrypted in that file")
     state_db_gib: float | None = setting(None, "sessions", "size of that file, GiB; default: any", low=0.001, high=1_048_576)
     state_url: str | None = setting(
@@ -155,7 +160,7 @@ class Config:
 
     host: str | None = setting(None, "http", "address to listen on; default: 0.0.0.0 with a password, 127.0.0.1 without")
     port: int = setting(8000, "http", "port to listen on; 0 = any free one", low=0, high=65535)
-    http_workers: int = setting(0, "http", "HTTP processes; 0 = automatic: 4 beside a GPU, else 2", low=0, high=64)
+    http_workers: int = setting(0, "http", "HTTP processes; 0 = automatic: 4 for each GPU, else 2", low=0, high=64)
     pin_http: bool = setting(True, "http", "keep each HTTP process on one CPU, which halves its cost")
     password: str | None = setting(None, "http", "secret of the callers; ps shows it, a file does not", show=False)
     password_file: str | None = setting(None, "http", "file that holds the password; nobody else may read it (mode 0600)")
@@ -298,6 +303,16 @@ class Config:
         return self.model_path is None or Path(self.model_path).parent == DEMO_FOLDER
 
     @property
+    def engine_devices(self) -> list[str]:
+        """Devices that get an engine each; none = one engine, on `device`. Call after `resolved`."""
+        return self.devices.split(",") if self.devices else []
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that share this machine's memory and CPUs. Call after `resolved`."""
+        return max(1, len(self.engine_devices))
+
+    @property
     def loopback(self) -> bool:
         """Whether only this machine can reach the address; call after `resolved`."""
         return ipaddress.ip_address(self.host or "127.0.0.1").is_loopback
@@ -310,15 +325,24 @@ class Config:
         password = read_password(self.password, self.password_file)
         api_keys = read_api_keys(self.api_keys, self.api_key_file)
         host = self.host if self.host else ("0.0.0.0" if password or api_keys else "127.0.0.1")
-        workers = self.http_workers or (4 if self.device != "cpu" and self.fake_engine is None and gpu_present() else 2)
-        device = self.device
-        if devices := parse_devices(self.pp_devices):
+        device, devices = self.device, engine_devices(self.devices, os.environ)
+        if devices and (device not in ("auto", devices[0]) or self.pp_devices):
+            raise UsageError("--devices: stands in the place of --device and --pp-devices", param="devices")
+        if stages := parse_devices(self.pp_devices):
             if self.device == "cpu":
                 raise UsageError("--pp-devices: needs a GPU, but --device is cpu", param="pp_devices")
-            device = f"cuda:{devices[0]}"
+            device = f"cuda:{stages[0]}"
         resolved = {"password": password, "password_file": None, "api_keys": api_keys, "api_key_file": None}
         resolved["host"] = numeric_host(host)
-        return replace(self, **resolved, http_workers=workers, device=device, pp_devices=None)
+        resolved |= {"device": device, "devices": ",".join(devices) or None, "pp_devices": None}
+        return replace(self, **resolved, http_workers=self.http_workers or self._http_workers(devices))
+
+    def _http_workers(self, devices: list[str]) -> int:
+        """How many HTTP processes there are where nobody says: several engines leave two CPUs to each of them."""
+        on_gpu = "cpu" not in (self.device, *devices) and self.fake_engine is None and gpu_present()
+        for_one = 4 if on_gpu else 2
+        left = (os.cpu_count() or 1) - 2 * len(devices)
+        return for_one if len(devices) < 2 else max(for_one, min(for_one * len(devices), left, 64))
 
 
 def flag_of(name: str) -> str:
@@ -337,18 +361,6 @@ def numeric_host(host: str) -> str:
         return socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
         raise UsageError(f"--host: cannot use {host!r}: {error.strerror or error}", param="host") from None
-
-
-def parse_devices(text: str | None) -> list[int]:
-    """`0`, `0,1` or `[0,1]` -> device numbers. Raises UsageError, also for more than one, which is not supported yet."""
-    if text is None or not text.strip().strip("[]").strip():
-        return []
-    parts = [part.strip() for part in text.strip().strip("[]").split(",")]
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
-        raise UsageError("--pp-devices: wants different device numbers, as 0,1 or [0,1]", param="pp_devices")
-    if len(parts) > 1:
-        raise UsageError(f"--pp-devices: {len(parts)} devices are not supported yet; give one", param="pp_devices")
-    return [int(part) for part in parts]
 
 
 def find_model(config: Config, demo_folder: Path = DEMO_FOLDER) -> Path:

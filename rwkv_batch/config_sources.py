@@ -100,7 +100,7 @@ def read_file(path: str) -> dict[str, Any]:
         if name not in names():
             raise UsageError(f"--config: {path}: no setting is called {key}", param="config")
         kind = kind_of(name)
-        if name == "pp_devices" and isinstance(value, list):
+        if name in ("devices", "pp_devices") and isinstance(value, list):
             value = str(value)
         if name in MANY and isinstance(value, list) and all(isinstance(one, str) for one in value):
             value = ",".join(value)

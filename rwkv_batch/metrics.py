@@ -121,9 +121,13 @@ class HttpMetrics:
 
 
 class EngineMetrics:
-    """The engine's figures: keys that end in `_total` become counters, the rest gauges."""
+    """One engine's figures: keys that end in `_total` become counters, the rest gauges. `index`: number of the engine.
 
-    def __init__(self) -> None:
+    The label `engine` keeps those of several engines apart; all but ratios can be added up.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        self._index = str(index)
         self._metrics: dict[str, object] = {}
         self._last: dict[str, float] = {}
 
@@ -142,10 +146,10 @@ class EngineMetrics:
                 stem = ENGINE_NAMES.get(key) or own.removesuffix("_total")
                 words = key.replace("_", " ")
                 if total:
-                    metric = Counter(PREFIX + stem, f"Engine: {words}")
+                    metric = Counter(PREFIX + stem, f"Engine: {words}", ["engine"])
                 else:
-                    metric = Gauge(PREFIX + stem, f"Engine: {words}", multiprocess_mode="livesum")
-                self._metrics[key] = metric
+                    metric = Gauge(PREFIX + stem, f"Engine: {words}", ["engine"], multiprocess_mode="livesum")
+                self._metrics[key] = metric = metric.labels(self._index)
             if total:
                 metric.inc(max(0.0, value - self._last.get(key, 0.0)))
                 self._last[key] = value

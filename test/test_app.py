@@ -1,6 +1,8 @@
 """What happens around processes, as far as it can be seen without starting a server."""
 
+import contextlib
 import errno
+import json
 import os
 import shutil
 import signal
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +25,7 @@ from rwkv_batch.errors import UsageError
 from rwkv_batch.server import claims, engine_process, supervisor
 from rwkv_batch.server.child import Child
 from rwkv_batch.server.control import BEAT_SECONDS
+from rwkv_batch.server.engines import engine_on, engines_of
 from rwkv_batch.server.exit_codes import EXIT_CRASHES, EXIT_ENGINE
 from rwkv_batch.server.supervisor import Supervisor
 
@@ -230,7 +234,7 @@ def test_a_machine_without_room_for_a_process_costs_those_that_run_nothing(super
             clock.append(clock[-1] + 1.1)
     assert count() == before
     assert supervised.turn() is None
-    assert [child.name for child in supervised.children] == ["HTTP process 0", "engine", "HTTP process 1"]
+    assert [child.name for child in supervised.children] == ["HTTP process 0", "the engine", "HTTP process 1"]
 
 
 def test_an_http_process_that_hangs_holds_up_the_end_only_until_it_is_noticed(supervised, clock):
@@ -251,6 +255,62 @@ def test_an_http_process_that_served_is_started_again_at_once(supervised):
     http, _ = supervised.children
     assert supervised.bury(http, -signal.SIGABRT) is None
     assert supervised.due == [(time.monotonic(), "http", 0)]
+
+
+def test_engines_crash_for_themselves_and_the_last_one_ends_the_server(supervised, clock):
+    """One that crashes too often is left out while others serve."""
+    supervised.announced = True
+    supervised.config = replace(supervised.config, devices="cpu,cpu", max_crashes=2)
+    supervised.engines = {engine.seat.index: engine for engine in engines_of(supervised.config, Path("/nowhere"))}
+    first, second = supervised.engines.values()
+
+    def crash(index: int) -> int | None:
+        supervised.due.clear()
+        supervised.start("engine", index)
+        return supervised.bury(supervised.children[-1], -signal.SIGKILL)
+
+    assert crash(1) is None
+    assert [start[1:] for start in supervised.due] == [("engine", 1)]
+    assert crash(0) is None
+    clock.append(clock[-1] + supervised.config.crash_window_seconds + 1)
+    assert crash(0) is None  # long after the first time
+    assert crash(1) is None
+    assert (first.given_up, second.given_up) == (False, False)
+    assert crash(1) is None
+    assert (first.given_up, second.given_up, supervised.due) == (False, True, [])
+    assert crash(0) == EXIT_CRASHES
+
+
+def orders_of(child) -> list[str]:
+    child.process.theirs.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        return child.process.theirs.recv(1 << 20).decode().splitlines()
+    return []
+
+
+def test_engines_are_added_and_removed_while_the_server_runs(supervised, clock):
+    http, engine = supervised.children
+    orders_of(http)
+    orders_of(engine)
+    supervised.announced = True
+    supervised.add(engine_on("cpu", 1, supervised.config, Path("/nowhere")))
+    assert supervised.turn() is None
+    added = supervised.children[-1]
+    assert (added.role, added.index) == ("engine", 1)
+    (told,) = orders_of(http)
+    assert [seat["index"] for seat in json.loads(told.removeprefix("seats "))] == [0, 1]
+    supervised.hear(added, {"event": "ready", "info": {"model": "m"}})
+    assert supervised.engines[1].ready
+    supervised.remove(0)
+    assert orders_of(engine) == ["drain"]
+    assert orders_of(http) == []  # what it has still comes
+    supervised.hear(engine, {"event": "idle"})
+    assert orders_of(engine) == ["stop"]
+    engine.process.poll = lambda: 0
+    assert supervised.turn() is None
+    (told,) = orders_of(http)
+    assert [seat["index"] for seat in json.loads(told.removeprefix("seats "))] == [1]
+    assert (list(supervised.engines), supervised.due, supervised.code) == ([1], [], 0)
 
 
 def test_listening_sockets_get_their_options_and_nothing_stays_open(tmp_path):

@@ -224,16 +224,17 @@ def test_files_that_cannot_be_those_of_a_batch_are_refused_before_anything_start
 
 def test_crashes_that_found_a_line_do_not_count():
     supervisor = object.__new__(batch_command.BatchSupervisor)
-    supervisor.crashes = deque([1.0, 2.0, 3.0])
+    engine = SimpleNamespace(crashes=deque([1.0, 2.0, 3.0]))
+    supervisor.engines = {0: engine}
     supervisor.hear(None, {"event": "found"})
-    assert not supervisor.crashes
+    assert not engine.crashes
 
 
 class SlowApp:
     """Answers each request with `size` bytes after a turn of the loop, the first one when it is let."""
 
     def __init__(self, size: int, window_mib: int):
-        self.client = SimpleNamespace(ready=True, info=SimpleNamespace(slots=4))
+        self.client = SimpleNamespace(ready=True, info=SimpleNamespace(slots=4), links=[None])
         self.config = Config(batch_window_mib=window_mib, batch_sync_seconds=0.0)
         self.tokenizer = object()
         self.num_rows = self.begun = self.most = 0

@@ -17,8 +17,8 @@ from rwkv_batch.ipc import link as link_end
 from rwkv_batch.ipc import messages
 from rwkv_batch.ipc import server as server_end
 from rwkv_batch.ipc.client import EngineClient
-from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.ipc.server import EngineServer
+from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
 from sampling.params import SamplingParams
 

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from rwkv_batch.config import Config, find_model, parse_devices
+from rwkv_batch.config import Config, find_model
 from rwkv_batch.config_sources import load, make_parser
+from rwkv_batch.devices import parse_devices
 from rwkv_batch.errors import UsageError
 
 

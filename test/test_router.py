@@ -134,7 +134,9 @@ def test_requests_go_to_either_engine_and_to_the_one_with_less_to_do(engines):
     long.cancel()
     drain(long)
     wait_until(lambda: [link.open_rows for link in client.links] == [0, 0])
-    wait_until(lambda: client.stats["generation_tokens_total"] == sum(link.stats["generation_tokens_total"] for link in client.links))
+    wait_until(
+        lambda: client.stats["generation_tokens_total"] == sum(link.stats["generation_tokens_total"] for link in client.links)
+    )
 
 
 def test_each_engine_has_its_own_info_figures_and_sessions(engines):

@@ -84,7 +84,7 @@ class Pipeline:
 
     async def _room(self) -> None:
         """Wait until a further line may be begun."""
-        slots = self.app.client.info.slots
+        slots = self.app.client.info.slots * len(self.app.client.links)
         most_bytes = self.app.config.batch_window_mib * 2**20
         while not self.stopping and (
             len(self._suspects)

@@ -15,8 +15,7 @@ from routes.offline.request_file import RequestFile
 from rwkv_batch import metrics
 from rwkv_batch.errors import UsageError
 from rwkv_batch.ipc.client import EngineClient
-from rwkv_batch.ipc.router import EngineRouter
-from rwkv_batch.server.control import BEAT_SECONDS, Control, address_in
+from rwkv_batch.server.control import BEAT_SECONDS, Control
 from rwkv_batch.server.exit_codes import EXIT_ERRORS, EXIT_LOST, EXIT_UNFINISHED, EXIT_USAGE
 
 log = logging.getLogger(__name__)
@@ -47,9 +46,8 @@ def run(control: Control) -> int:
 
 async def answer_all(control: Control, requests: RequestFile, answers: AnswerFile, progress: ProgressReport) -> int:
     """Connect to the engine and run the pipeline; returns the exit code. Raises OSError."""
-    client = EngineRouter(
-        [EngineClient(address_in(control.folder), heartbeat=control.config.heartbeat, peer_seconds=control.config.peer_seconds)]
-    )
+    pace = {"heartbeat": control.config.heartbeat, "peer_seconds": control.config.peer_seconds}
+    client = EngineClient(control.birth.seats, **pace)
     app = OfflineApp(control.config, client, metrics.HttpMetrics(), control.folder)
     pipeline = Pipeline(app, requests, answers, progress, lambda: control.report("found"))
     control.listen(

@@ -81,7 +81,7 @@ def build_engine_loop(
     """
     started = time.monotonic()
     device = choose_device(config.device)
-    store = open_store(config, store_path)
+    store = open_store(config, store_path) if config.state_db or config.state_url else None
     dtype = choose_dtype(config, device)
     tensors, name, stored = read_model(config)
     library = find_kernels(config, device, architecture_of(tensors, name))
@@ -90,7 +90,8 @@ def build_engine_loop(
     adapters = read_adapters(config)
     shape = weights_module.check_tensors(tensors, name, stored, quant)
     if device.type == "cpu":
-        tune_cpu(config.threads or (1 if shape.count_bytes(dtype) < ONE_THREAD_BYTES else usable_cpus()))
+        few = shape.count_bytes(dtype) < ONE_THREAD_BYTES
+        tune_cpu(config.threads or (1 if few else max(1, usable_cpus() // config.num_engines)))
     tokenizer = for_vocab(shape.vocab_size)
     on_cpu = device.type == "cpu"
     budget = config.prefill_budget or (CPU_PREFILL if on_cpu else GPU_PREFILL)
@@ -120,7 +121,8 @@ def build_engine_loop(
         prefixes=build_prefixes(config),
         late_draws=not on_cpu,
     )
-    sessions = build_sessions(config, weights, session_levels(config, memory, num_slots + num_spare), store)
+    levels = session_levels(config, memory, num_slots + num_spare) if store is not None else {}
+    sessions = build_sessions(config, weights, levels, store) if store is not None else None
     grammars = Grammars(tokenizer, weights.output_ids.tolist())
     engine_loop = EngineLoop(
         engine,
@@ -147,7 +149,7 @@ def build_engine_loop(
         width=shape.width,
         parameters=shape.count_bytes(torch.int8),
         load_seconds=time.monotonic() - started,
-        state_bytes=sessions.file.size(engine.state.shift.dtype, engine.state.wkv.dtype),
+        state_bytes=sessions.file.size(engine.state.shift.dtype, engine.state.wkv.dtype) if sessions is not None else 0,
         adapters=[adapter.report() for adapter in adapters],
     )
     return engine_loop
@@ -155,7 +157,7 @@ def build_engine_loop(
 
 def session_levels(config: Config, memory: MemoryPlan, num_slots: int) -> dict[str, int]:
     """Return how many sessions, and how many bytes of them, are kept on the device (L1) and on the host (L2)."""
-    automatic = {"l1": memory.session_bytes(num_slots), "l2": l2_bytes(memory.device)}
+    automatic = {"l1": memory.session_bytes(num_slots), "l2": l2_bytes(memory.device) // config.num_engines}
     levels = {}
     for level, num_bytes in automatic.items():
         sessions, mib = getattr(config, f"{level}_sessions"), getattr(config, f"{level}_mib")

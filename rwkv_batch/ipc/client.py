@@ -1,77 +1,32 @@
-"""The HTTP process's end: a link to each engine, and one thread that owns them all.
+"""The HTTP process's end: what its routes ask of the engines, from any thread."""
 
-No send ever waits: an engine that is gone or does not read loses the tickets it had and nothing else.
-"""
-
-import logging
 import secrets
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import zmq
-
-from rwkv_batch.errors import EngineFailed, NotBegun, RwkvBatchError, Unavailable
-from rwkv_batch.ipc.link import EngineLink, Pace, Part, SessionAnswer
-from rwkv_batch.ipc.messages import (
-    PHASES,
-    Accepted,
-    Ask,
-    Batch,
-    Cancel,
-    CommandResult,
-    EngineInfo,
-    Execute,
-    Found,
-    Live,
-    Seat,
-    Status,
-    Submit,
-    ToHttp,
-)
-from rwkv_batch.ipc.router import Router
+from rwkv_batch.errors import RwkvBatchError
+from rwkv_batch.ipc.link import Pace, SessionAnswer
+from rwkv_batch.ipc.loop import LinkLoop, refuse_in
+from rwkv_batch.ipc.messages import PHASES, Ask, EngineInfo, Execute, Live, Seat, Submit
 from rwkv_batch.ipc.tickets import Ticket
-from rwkv_batch.ipc.waker import Bell, call_back
-from rwkv_batch.request import Event, Failure, Request
+from rwkv_batch.request import Event, Request
 from rwkv_batch.session_messages import SessionCommand
 
-log = logging.getLogger(__name__)
 
-
-class Question:
-    """What several engines are asked, and what they have said so far."""
-
-    def __init__(self, links: Iterable[EngineLink], answer: Callable[[list[Live]], None]):
-        self.pending = {link.seat.index for link in links}
-        self.found: list[Live] | None = None
-        self.answer = answer
-
-    def heard(self, index: int, found: list[Live] | None) -> bool:
-        """One has answered, or was lost (None); returns whether that was the last one. When all are lost nobody is told."""
-        if found is not None:
-            self.found = (self.found or []) + found
-        self.pending.discard(index)
-        if not self.pending and self.found is not None:
-            call_back(self.answer, sorted(self.found, key=lambda live: live.created))
-        return not self.pending
-
-
-class EngineClient:
+class EngineClient(LinkLoop):
     """The HTTP process's end: submits requests and fans the engines' events out to their tickets.
 
     seats         where the engines are, none of which need be there yet; or the ipc:// path of the only one
     heartbeat     seconds between two signs of life
     peer_seconds  silence after which an engine is taken for lost
     tick          called in the client's thread after each message and at least every 20 ms while tickets are open
+    busy          whether to do so although no ticket is open
+    on_info       called with what a loaded engine is, when it introduces itself
+    observe       called with each event and the ticket it is for
     number        of this HTTP process: those of equal load go through the engines in different orders
 
     A callback that raises is logged and changes nothing else, except that a `format_event` that raises ends its own ticket.
     """
-
-    BUSY_POLL_MS = 20
-    IDLE_POLL_MS = 250
 
     def __init__(
         self,
@@ -82,28 +37,10 @@ class EngineClient:
         tick: Callable[[], None] | None = None,
         number: int = 0,
     ):
-        self.tick = tick or (lambda: None)
-        self.busy: Callable[[], bool] = lambda: False  # whether to tick fast although no ticket is open
-        self.on_info: Callable[[EngineInfo], None] = lambda info: None  # a loaded engine has introduced itself
-        self.observe: Callable[[Ticket, Event], None] = lambda ticket, event: None
-        self.tickets: dict[str, Ticket] = {}  # touched by the client's thread only; others may look
-        self._outbox: deque[tuple[Ticket, Submit] | tuple[None, RwkvBatchError]] = deque()
-        self._cancelled: deque[Ticket] = deque()
-        self._asked: deque[tuple[Ask, Callable[[list[Live]], None]]] = deque()
-        self._questions: dict[str, Question] = {}
-        self._commands: deque[tuple[Execute, Callable[[SessionAnswer], None]]] = deque()
-        self._parts: dict[str, list[tuple[EngineLink, Part]]] = {}  # of each ticket
-        self._router = Router(number)
-        self._bell = Bell()
-        self._closing = False
-        self._context = zmq.Context()
-        self._poller = zmq.Poller()
-        self._pace = Pace(heartbeat, peer_seconds)
-        self._seats = [Seat(address=seats)] if isinstance(seats, str) else list(seats)
-        self.links = [self._link(seat) for seat in self._seats]  # replaced, never changed; others may look
-        self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
-
-    # --- what there is; any thread ---
+        seats = [Seat(address=seats)] if isinstance(seats, str) else seats
+        super().__init__(seats, Pace(heartbeat, peer_seconds), number)
+        if tick is not None:
+            self.tick = tick
 
     @property
     def phase(self) -> str:
@@ -128,8 +65,6 @@ class EngineClient:
             for name, value in link.stats.items():
                 total[name] = total.get(name, 0) + value
         return total
-
-    # --- orders; any thread ---
 
     def start(self) -> None:
         """Begin to connect."""
@@ -189,188 +124,3 @@ class EngineClient:
     def _cancel(self, ticket: Ticket) -> None:
         self._cancelled.append(ticket)
         self._bell.ring()
-
-    # --- the client's thread ---
-
-    def _run(self) -> None:
-        self._poller.register(self._bell.fd, zmq.POLLIN)
-        for link in self.links:
-            link.connect()
-        while not self._closing:
-            pause = self.BUSY_POLL_MS if self.tickets or call_back(self.busy) else self.IDLE_POLL_MS
-            ready = dict(self._poller.poll(pause))
-            self._bell.hear()
-            self._find_seats()
-            self._send_out()
-            for link in self.links:
-                try:
-                    for message in link.messages():
-                        self._take(link, message)
-                    link.check_up(ready)
-                except ConnectionError as error:
-                    self._lose(link, str(error))
-                    link.connect()
-            call_back(self.tick)
-        self._fail(Unavailable("the server is stopping", code="draining"))
-        for link in self.links:
-            self._end(link)
-        self._context.destroy(linger=0)
-
-    def _link(self, seat: Seat) -> EngineLink:
-        return EngineLink(seat, self._context, self._poller, self._pace)
-
-    def _find_seats(self) -> None:
-        """Link to the seats that `use` was told of."""
-        seats, known = self._seats, {link.seat: link for link in self.links}
-        if list(known) == seats:
-            return
-        links = []
-        for seat in seats:
-            link = known.pop(seat, None)
-            if link is None:
-                link = self._link(seat)
-                link.connect()
-            links.append(link)
-        self.links = links
-        for link in known.values():
-            self._end(link)
-
-    def _lose(self, link: EngineLink, why: str) -> None:
-        """A connection has no future: what the engine had fails."""
-        if link.phase in ("ready", "draining"):  # why one that is still loading ends, it says itself
-            log.warning("%s is lost: %s", "the engine" if len(self.links) == 1 else f"engine {link.seat.index}", why)
-        self._end(link)
-
-    def _end(self, link: EngineLink) -> None:
-        link.disconnect()
-        self._questions = {key: asked for key, asked in self._questions.items() if not asked.heard(link.seat.index, None)}
-        error = Unavailable("the engine was lost while it worked on this", code="engine_lost", retry_after=2.0)
-        for question in list(link.commands):
-            call_back(link.commands.pop(question), Failure.of("", error))
-        error = Unavailable("the engine was lost while it worked on this request", code="engine_lost", retry_after=2.0)
-        for part_id in list(link.parts):
-            self._feed(link, Failure.of(part_id, error))
-
-    def _send_out(self) -> None:
-        while self._outbox:
-            ticket, message = self._outbox.popleft()
-            if ticket is None:
-                self._fail(message)
-            elif ticket.cancelled:  # its turn among the cancelled may have been already: it must not be sent after that
-                ticket.end()
-            else:
-                self._submit(ticket, message)
-        while self._asked:
-            self._put(*self._asked.popleft())
-        while self._commands:
-            message, answer = self._commands.popleft()
-            self._execute(message, answer)
-        while self._cancelled:
-            ticket = self._cancelled.popleft()
-            self.tickets.pop(ticket.request_id, None)
-            for link, part in self._parts.pop(ticket.request_id, ()):
-                if part.id in link.parts:
-                    link.drop(part)
-                    if not link.send(Cancel(part.id)):
-                        log.warning("a cancel was lost: the engine does not read")
-            ticket.end()
-
-    def _submit(self, ticket: Ticket, message: Submit) -> None:
-        """Send a request to the engine that is to have it."""
-        self.tickets[ticket.request_id] = ticket
-        try:
-            link = self._router.link_for(message.request, self.links)
-            refuse_in(link.phase if link is not None else "lost")
-        except RwkvBatchError as error:
-            self._pass_on(ticket, Failure.of(ticket.request_id, error))
-            return
-        part = Part(ticket, message.request.id, message.request.num_rows)
-        link.add(part)
-        self._parts[ticket.request_id] = [(link, part)]
-        if not link.send(message):
-            self._feed(link, Failure.of(part.id, Unavailable("the engine does not keep up", code="engine_busy")))
-
-    def _put(self, question: Ask, answer: Callable[[list[Live]], None]) -> None:
-        """Put a question to all engines that take requests, whether they have room for it or not: nobody waits forever."""
-        asked = [link for link in self.links if link.ready] or self.links[:1]
-        self._questions[question.question] = Question(asked, answer)
-        for link in asked:
-            link.send(question)
-
-    def _execute(self, message: Execute, answer: Callable[[SessionAnswer], None]) -> None:
-        """Send a command to the engine that has the session."""
-        link = self._router.home(message.command.namespace, getattr(message.command, "name", None), self.links)
-        try:
-            refuse_in(link.phase if link is not None else "lost")
-            if not link.send(message):
-                raise Unavailable("the engine does not keep up", code="engine_busy")
-        except RwkvBatchError as error:
-            call_back(answer, Failure.of("", error))
-        else:
-            link.commands[message.question] = answer
-
-    def _take(self, link: EngineLink, message: ToHttp) -> None:
-        """Act on one message. Raises ConnectionError when the engine knows nothing of this process."""
-        if isinstance(message, Batch):
-            for event in (*message.progress, *message.failures):
-                self._feed(link, event)
-        elif isinstance(message, Found):
-            question = self._questions.get(message.question)
-            if question is not None and question.heard(link.seat.index, message.requests):
-                del self._questions[message.question]
-        elif isinstance(message, CommandResult):
-            call_back(link.commands.pop(message.question, None), message.failure or message.answer)
-        elif isinstance(message, Accepted):
-            for part in filter(None, map(link.parts.get, message.request_ids)):
-                part.ticket.accept()
-        elif isinstance(message, Status):
-            link.note(message)
-            if message.info is not None and message.info != link.info:
-                link.info = message.info
-                call_back(self.on_info, message.info)
-        else:
-            raise ConnectionError("it forgot this process")
-
-    def _feed(self, link: EngineLink, event: Event) -> None:
-        """Pass an event of an engine on to the ticket it is for."""
-        part = link.parts.get(event.request_id)
-        if part is None:
-            return
-        if isinstance(event, Failure):
-            link.drop(part)
-        else:
-            link.ended(part, len(event.finishes))
-            if not part.open_rows:
-                link.drop(part)
-        self._pass_on(part.ticket, event)
-
-    def _pass_on(self, ticket: Ticket, event: Event) -> None:
-        call_back(self.observe, ticket, event)
-        try:
-            ticket.feed(event)
-        except Exception:
-            log.exception("an event of request %s could not be passed on", ticket.request_id)
-            ticket.failure = Failure.of(ticket.request_id, EngineFailed("internal error", code="internal"))
-            ticket.cancel()
-        if ticket.done:
-            self.tickets.pop(ticket.request_id, None)
-            self._parts.pop(ticket.request_id, None)
-
-    def _fail(self, error: RwkvBatchError) -> None:
-        """All open tickets, and those not sent yet, end with the error."""
-        while self._outbox:
-            ticket, _ = self._outbox.popleft()
-            if ticket is not None:
-                self.tickets[ticket.request_id] = ticket
-        for ticket in list(self.tickets.values()):
-            self._pass_on(ticket, Failure.of(ticket.request_id, error))
-
-
-def refuse_in(phase: str) -> None:
-    """Raise Unavailable unless an engine in this phase takes requests."""
-    if phase == "loading":
-        raise NotBegun("the model is still loading", code="loading", retry_after=2.0)
-    if phase == "draining":
-        raise NotBegun("the server is shutting down", code="draining", retry_after=5.0)
-    if phase != "ready":
-        raise NotBegun("the engine is not running; it is being restarted", code="engine_lost", retry_after=2.0)

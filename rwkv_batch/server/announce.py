@@ -12,8 +12,9 @@ def say(text: str) -> None:
     lines.OUT.write(text)
 
 
-def announce(config: Config, info: EngineInfo) -> None:
-    """What was loaded, on what, the limits, the address, and something to try."""
+def announce(config: Config, infos: list[EngineInfo]) -> None:
+    """What was loaded, on what, the limits, the address, and something to try. `infos`: of the engines that are there."""
+    info = infos[0]
     host = config.host or "127.0.0.1"
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{'127.0.0.1' if shown == '0.0.0.0' else '[::1]' if shown == '[::]' else shown}:{config.port}"
@@ -28,11 +29,13 @@ def announce(config: Config, info: EngineInfo) -> None:
     if config.is_demo and config.fake_engine is None:
         say("           a built-in toy that knows its toy world only; for real RWKV-7 weights: --model-path FILE (README)")
     say(f"  device   {info.device}, {f'{info.quant} and ' if info.quant else ''}{info.dtype}, operations: {info.ops}")
+    if len(config.engine_devices) > 1:
+        say(f"  engines  {len(infos)} of {len(config.engine_devices)}, on {config.devices}; of each:")
     say(f"  batch    {info.slots} sequences at a time, {info.prefill_budget} prompt tokens a step")
     if config.fake_engine is None:
         l1, l2 = ("what fits" if number is None else number for number in (config.l1_sessions, config.l2_sessions))
         levels = f"{l1} in device memory, {l2} in host memory"
-        place = config.state_db if config.state_url is None else without_secret(config.state_url)
+        place = (config.state_db or "nowhere") if config.state_url is None else without_secret(config.state_url)
         say(f"  sessions {place}, durability: {config.durability}; {levels}")
     say(
         f"  limits   {config.max_prompts} prompts and {config.max_body_mib} MiB a request, {config.queue} requests waiting, "

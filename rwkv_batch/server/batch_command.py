@@ -28,14 +28,15 @@ class BatchSupervisor(Supervisor):
     front = "batch"
     num_fronts = 1
 
-    def announce(self, info: EngineInfo) -> None:
+    def announce(self, infos: list[EngineInfo]) -> None:
         """The process of the batch tells what there is to tell."""
 
     def hear(self, child: Child, report: dict[str, Any]) -> None:
         """See Supervisor. The crashes by which a line was found that ends the engine are no more of its faults."""
         super().hear(child, report)
         if report["event"] == "found":
-            self.crashes.clear()
+            for engine in self.engines.values():
+                engine.crashes.clear()
 
     def bury(self, child: Child, status: int) -> int | None:
         """See Supervisor. A batch process that was killed has left whole answers behind, so the same command goes on."""

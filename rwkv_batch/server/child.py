@@ -10,13 +10,14 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rwkv_batch.config import Config
+from rwkv_batch.ipc.messages import Seat
 
 log = logging.getLogger(__name__)
 
@@ -24,18 +25,25 @@ STACKS_SECONDS = 1.0  # that a silent child gets to say where it hangs
 
 
 class Birth(msgspec.Struct):
-    """The first line a child reads. `arguments` is what its role is told beside the settings."""
+    """The first line a child reads.
+
+    seats      where the engines are
+    cpus       those it is to stay on; none = all
+    arguments  what its role is told beside the settings
+    """
 
     config: Config
     folder: str
     index: int
     parent: int
     engine_ready: bool
+    seats: list[Seat] = []
+    cpus: list[int] = []
     arguments: list[str] = []
 
 
 class Child:
-    """One process and the socket to it. `program` starts it, given its role."""
+    """One process and the socket to it. `program` starts it, given its role; `environ` is what it has beside ours."""
 
     def __init__(
         self,
@@ -46,11 +54,16 @@ class Child:
         folder: Path,
         engine_ready: bool = False,
         arguments: Sequence[str] = (),
+        *,
+        seats: Sequence[Seat] = (),
+        environ: Mapping[str, str] | None = None,
+        cpus: Sequence[int] = (),
     ):
         self.role = role
         self.index = index
         self.ready = False
         self.idle = False
+        self._alone = len(seats) < 2
         self.silent = 0.0  # seconds since its last sign of life, as `wait` counts them
         self.suspected = False
         silence = config.engine_silence_seconds if role == "engine" else config.http_silence_seconds
@@ -58,7 +71,8 @@ class Child:
         self._unread = b""
         self.socket, theirs = socket.socketpair()
         hidden = ("ROBYN_", "RWKV_BATCH_PASSWORD", "RWKV_BATCH_API_KEY", "RWKV_BATCH_CONFIG")
-        environ = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
+        environ = inherited | dict(environ or {})
         if role == "http":
             environ["TOKIO_WORKER_THREADS"] = "1"  # of a runtime that stays idle; the default is one thread for each CPU
         with theirs:
@@ -68,7 +82,7 @@ class Child:
                 self.socket.close()
                 raise
         with contextlib.suppress(OSError):  # it has ended already: the next turn finds it dead
-            birth = Birth(config, str(folder), index, os.getpid(), engine_ready, list(arguments))
+            birth = Birth(config, str(folder), index, os.getpid(), engine_ready, list(seats), list(cpus), list(arguments))
             self.socket.sendall(msgspec.json.encode(birth) + b"\n")
         self.socket.setblocking(False)
 
@@ -80,12 +94,21 @@ class Child:
     @property
     def name(self) -> str:
         """For people."""
+        if self.role == "engine":
+            return "the engine" if self._alone else f"engine {self.index}"
         return f"HTTP process {self.index}" if self.role == "http" else self.role
 
     def order(self, word: str) -> None:
         """Send "drain" or "stop"; a dead child does not mind."""
+        self._send(word.encode())
+
+    def tell(self, seats: Sequence[Seat]) -> None:
+        """Say where the engines are now."""
+        self._send(b"seats " + msgspec.json.encode(seats))
+
+    def _send(self, line: bytes) -> None:
         with contextlib.suppress(OSError):
-            self.socket.sendall(word.encode() + b"\n")
+            self.socket.sendall(line + b"\n")
 
     def reports(self) -> list[dict[str, Any]]:
         """What the child has said since last time, without its signs of life."""

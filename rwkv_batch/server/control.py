@@ -17,6 +17,7 @@ import msgspec
 
 from rwkv_batch import metrics
 from rwkv_batch.config import Config
+from rwkv_batch.ipc.messages import Seat
 from rwkv_batch.server import lines
 from rwkv_batch.server.child import Birth, key_of
 from rwkv_batch.server.exit_codes import EXIT_ENGINE
@@ -48,13 +49,15 @@ class Control:
         with contextlib.suppress(OSError):
             self._socket.send(b"\n", socket.MSG_DONTWAIT)
 
-    def listen(self, orders: dict[str, Callable[[], None]]) -> None:
-        """Obey in a thread; when the supervisor is gone, end this process."""
+    def listen(self, orders: dict[str, Callable[..., None]]) -> None:
+        """Obey in a thread; when the supervisor is gone, end this process. "seats" is called with where the engines are now."""
 
         def run() -> None:
             with contextlib.suppress(OSError):
                 for line in self._lines:
-                    orders[line.decode().strip()]()
+                    word, _, rest = line.decode().strip().partition(" ")
+                    if word in orders:  # the end of an engine's seat is nothing to an engine
+                        orders[word](*([msgspec.json.decode(rest, type=list[Seat])] if rest else []))
             lines.leave(1)
 
         threading.Thread(target=run, name="control", daemon=True).start()
@@ -98,6 +101,6 @@ def set_up_logging(config: Config) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def address_in(folder: Path) -> str:
-    """Where the engine listens for the HTTP processes."""
-    return f"ipc://{folder}/engine"
+def address_in(folder: Path, index: int) -> str:
+    """Where an engine listens for the HTTP processes."""
+    return f"ipc://{folder}/engine-{index}"

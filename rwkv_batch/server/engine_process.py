@@ -1,5 +1,6 @@
 """The engine's process: loads the model, then steps until told to stop."""
 
+import contextlib
 import faulthandler
 import logging
 import math
@@ -22,8 +23,11 @@ def run(control: Control) -> int:
     """Load, then step until told to stop; returns the exit code."""
     config = control.config
     faulthandler.enable()
-    server = EngineServer(address_in(control.folder), heartbeat=config.heartbeat, peer_seconds=config.peer_seconds)
-    server.on_beat = metrics.EngineMetrics().update
+    stay_on(control.birth.cpus)
+    server = EngineServer(
+        address_in(control.folder, control.birth.index), heartbeat=config.heartbeat, peer_seconds=config.peer_seconds
+    )
+    server.on_beat = metrics.EngineMetrics(control.birth.index).update
     stopping = threading.Event()
 
     def stop() -> None:
@@ -32,7 +36,11 @@ def run(control: Control) -> int:
             lines.leave(0)
         server.core.stop()
 
-    control.listen({"drain": server.drain, "stop": stop})
+    def drain() -> None:
+        server.drain()
+        threading.Thread(target=wait_idle, args=(control, server), name="drain", daemon=True).start()
+
+    control.listen({"drain": drain, "stop": stop})
     watching = (control, server, config.watchdog_seconds, stopping)
     threading.Thread(target=watch, args=watching, name="watchdog", daemon=True).start()
     server.start()
@@ -55,6 +63,20 @@ def run(control: Control) -> int:
     if not stopping.is_set():
         return EXIT_ENGINE
     return EXIT_LOST if core.lost_sessions else 0
+
+
+def stay_on(cpus: list[int]) -> None:
+    """Keep this process, whose threads all start later, on these CPUs; none = all."""
+    if cpus:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cpus)
+
+
+def wait_idle(control: Control, server: EngineServer) -> None:
+    """Tell the supervisor when nothing is left to do."""
+    while server.core is not None and any(server.core.stats().get(f"requests_{what}", 0) for what in ("running", "waiting")):
+        time.sleep(0.1)
+    control.report("idle")
 
 
 def watch(control: Control, server: EngineServer, seconds: float, stopping: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""The supervisor: starts one engine process and some HTTP processes, watches them, and ends them together."""
+"""The supervisor: starts the engines and some HTTP processes, watches them, and ends them together."""
 
 import contextlib
 import logging
@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +21,12 @@ from rwkv_batch import metrics
 from rwkv_batch.config import Config, find_model
 from rwkv_batch.config_sources import load
 from rwkv_batch.errors import RwkvBatchError, UsageError
-from rwkv_batch.ipc.messages import EngineInfo
+from rwkv_batch.ipc.messages import EngineInfo, Seat
 from rwkv_batch.server.announce import announce, say
 from rwkv_batch.server.child import Child
 from rwkv_batch.server.claims import claim_port, make_folder
 from rwkv_batch.server.control import set_up_logging
+from rwkv_batch.server.engines import SupervisedEngine, engines_of
 from rwkv_batch.server.exit_codes import EXIT_CRASHES, EXIT_LOST, EXIT_USAGE
 
 log = logging.getLogger(__name__)
@@ -40,9 +40,10 @@ KILL_SECONDS = 5.0  # until a killed process is gone, unless the kernel holds it
 
 
 class Supervisor:
-    """Keeps one engine and `config.http_workers` HTTP processes alive until told to stop. `program` starts a child.
+    """Keeps the engines and `config.http_workers` HTTP processes alive until told to stop. `program` starts a child.
 
-    front      role of the processes that stand before the engine
+    front      role of the processes that stand before the engines
+    engines    by their numbers
     arguments  what each child is told beside the settings
     """
 
@@ -55,9 +56,8 @@ class Supervisor:
         self.arguments = arguments
         self.children: list[Child] = []
         self.due: list[tuple[float, str, int]] = []  # when, which role and index to start
-        self.crashes: deque[float] = deque()
+        self.engines = {engine.seat.index: engine for engine in engines_of(config, folder)}
         self.failed_starts = 0
-        self.info: EngineInfo | None = None
         self.announced = False
         self.signals: list[int] = []
         self.hung_up = False
@@ -69,12 +69,45 @@ class Supervisor:
 
     @property
     def num_fronts(self) -> int:
-        """How many processes stand before the engine."""
+        """How many processes stand before the engines."""
         return self.config.http_workers
 
-    def announce(self, info: EngineInfo) -> None:
+    @property
+    def seats(self) -> list[Seat]:
+        """Where the engines are, as other processes are told."""
+        return [engine.seat for engine in self.engines.values()]
+
+    def announce(self, infos: list[EngineInfo]) -> None:
         """All are ready: say so."""
-        announce(self.config, info)
+        announce(self.config, infos)
+
+    def add(self, engine: SupervisedEngine) -> None:
+        """Start a further engine, whose number none has had before."""
+        self.engines[engine.seat.index] = engine
+        self.due.append((time.monotonic(), "engine", engine.seat.index))
+        self.tell_seats()
+
+    def remove(self, index: int) -> None:
+        """Have an engine refuse what is new, finish what it has, and end; its seat goes with it."""
+        engine = self.engines[index]
+        engine.leaving = True
+        children = [child for child in self.children if child.role == "engine" and child.index == index]
+        for child in children:
+            child.order("drain")
+        if not children:
+            self.forget(index)
+
+    def forget(self, index: int) -> None:
+        """There is no such engine any more."""
+        del self.engines[index]
+        self.due = [start for start in self.due if start[1:] != ("engine", index)]
+        self.tell_seats()
+
+    def tell_seats(self) -> None:
+        """Tell the processes before the engines where those are now."""
+        for child in self.children:
+            if child.role == self.front:
+                child.tell(self.seats)
 
     def run(self) -> int:
         """Start everything, watch it, stop it; returns the exit code."""
@@ -88,7 +121,8 @@ class Supervisor:
             signal.signal(signal.SIGHUP, lambda number, frame: setattr(self, "hung_up", True))
         self.selector.register(waker, selectors.EVENT_READ)
         now = time.monotonic()
-        self.due = [(now, "engine", 0), *((now, self.front, index) for index in range(self.num_fronts))]
+        self.due = [(now, "engine", index) for index in self.engines]
+        self.due += [(now, self.front, index) for index in range(self.num_fronts)]
         try:
             while True:
                 code = self.turn()
@@ -153,8 +187,11 @@ class Supervisor:
 
     def start(self, role: str, index: int) -> None:
         """Start one process."""
-        engine_ready = any(child.role == "engine" and child.ready for child in self.children)
-        child = Child(self.program, role, index, self.config, self.folder, engine_ready, self.arguments)
+        engine_ready = any(engine.ready for engine in self.engines.values())
+        engine = self.engines[index] if role == "engine" else None
+        own = {"environ": engine.environ, "cpus": engine.cpus} if engine is not None else {}
+        config = engine.config if engine is not None else self.config
+        child = Child(self.program, role, index, config, self.folder, engine_ready, self.arguments, seats=self.seats, **own)
         self.children.append(child)
         self.selector.register(child.socket, selectors.EVENT_READ)
 
@@ -162,42 +199,48 @@ class Supervisor:
         """Take one report of a child."""
         if report["event"] == "ready":
             child.ready = True
-            if child.role == "engine":
-                self.info = msgspec.convert(report["info"], EngineInfo)
+            if child.role == "engine" and child.index in self.engines:
+                engine = self.engines[child.index]
+                back = engine.info is not None
+                engine.ready, engine.info = True, msgspec.convert(report["info"], EngineInfo)
                 if self.announced:
-                    log.warning("the engine is back")
-            if self.info is not None and not self.announced and all(child.ready for child in self.children):
-                self.announced = True
-                self.announce(self.info)
+                    log.warning("%s is %s", child.name, "back" if back else "there")
+            self.announce_once()
         elif report["event"] == "idle":
             child.idle = True
+            if child.role == "engine" and child.index in self.engines and self.engines[child.index].leaving:
+                child.order("stop")
+
+    def announce_once(self) -> None:
+        """Say that all are ready, as soon as they are; an engine that was given up is not waited for."""
+        engines = [engine for engine in self.engines.values() if not engine.given_up]
+        fronts = [child for child in self.children if child.role == self.front]
+        ready = all(engine.ready for engine in engines) and all(child.ready for child in fronts)
+        if ready and engines and fronts and not self.announced:
+            self.announced = True
+            self.announce([engine.info for engine in engines])
 
     def bury(self, child: Child, status: int) -> int | None:
         """A child has ended: decide whether and when it starts again; returns the exit code when the server must end."""
         self.retire(child)
+        engine = self.engines.get(child.index) if child.role == "engine" else None
+        if child.role == "engine" and (engine is None or engine.leaving):
+            if engine is not None:
+                self.forget(child.index)
+            return None
         how = str(status)
         if status < 0:
             how = signal.Signals(-status).name if -status in list(signal.Signals) else f"SIGRT{-status}"
         reason = f"by signal {how}" if status < 0 else f"with status {how}"
         if self.draining_until is not None:
             log.error("%s ended %s while the server was finishing", child.name, reason)
-            if child.role == "engine":
+            if engine is not None:
                 self.code = 1
             return None
         now = time.monotonic()
         metrics.process_ends().labels(child.role, how).inc()
-        if child.role == "engine":
-            if status == EXIT_USAGE:
-                return EXIT_USAGE
-            self.crashes.append(now)
-            while now - self.crashes[0] > self.config.crash_window_seconds:
-                self.crashes.popleft()
-            if len(self.crashes) >= self.config.max_crashes:
-                log.error("the engine ended %s; %d times is too often, giving up", reason, len(self.crashes))
-                return EXIT_CRASHES
-            log.error("the engine ended %s and is started again", reason)
-            self.due.append((now + 0.2, "engine", 0))
-            return None
+        if engine is not None:
+            return self.bury_engine(engine, child, status, reason)
         # An HTTP process can be ended from outside by a malformed body, so only failing to start counts against the server,
         # and only when there is no other one that serves.
         self.failed_starts = 0 if child.ready else self.failed_starts + 1
@@ -208,6 +251,24 @@ class Supervisor:
         log.error("%s ended %s and is started again", child.name, reason)
         pause = min(MAX_PAUSE, 0.25 * 2**self.failed_starts) if self.failed_starts else 0.0
         self.due.append((now + pause, "http", child.index))
+        return None
+
+    def bury_engine(self, engine: SupervisedEngine, child: Child, status: int, reason: str) -> int | None:
+        """See `bury`. One that crashes too often is left out as long as there are others."""
+        engine.ready = False
+        if status == EXIT_USAGE and not self.announced:
+            return EXIT_USAGE
+        now = time.monotonic()
+        if not engine.crashed(now) and status != EXIT_USAGE:
+            log.error("%s ended %s and is started again", child.name, reason)
+            self.due.append((now + 0.2, "engine", child.index))
+            return None
+        engine.given_up = True
+        if all(other.given_up for other in self.engines.values()):
+            log.error("%s ended %s; %d times is too often, giving up", child.name, reason, len(engine.crashes))
+            return EXIT_USAGE if status == EXIT_USAGE else EXIT_CRASHES
+        log.error("%s ended %s; %d times is too often: the others go on without it", child.name, reason, len(engine.crashes))
+        self.announce_once()
         return None
 
     def retire(self, child: Child) -> None:

@@ -1,0 +1,98 @@
+"""Which devices the engines get, which cards there are, and the CPUs near a card. Found without a driver's library."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from rwkv_batch.errors import UsageError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def parse_devices(text: str | None) -> list[int]:
+    """`0`, `0,1` or `[0,1]` -> devices of a pipeline. Raises UsageError, also for more than one, which is not supported yet."""
+    parts = split(text)
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
+        raise UsageError("--pp-devices: wants different device numbers, as 0,1 or [0,1]", param="pp_devices")
+    if len(parts) > 1:
+        raise UsageError(f"--pp-devices: {len(parts)} devices are not supported yet; give one", param="pp_devices")
+    return [int(part) for part in parts]
+
+
+def engine_devices(text: str | None, environ: Mapping[str, str], dev: Path = Path("/dev")) -> list[str]:
+    """`0,1` or `[0,1]` -> ["0", "1"], `cpu,cpu` -> ["cpu", "cpu"], `auto` -> all cards; [] = one engine on any device.
+
+    A device is the number of a card among those that can be seen, as CUDA_VISIBLE_DEVICES has them. Raises UsageError.
+    """
+    num_cards = count_cards(environ, dev)
+    if text is not None and text.strip() == "auto":
+        return [str(number) for number in range(num_cards)]
+    parts = [part.removeprefix("cuda:") for part in split(text)]
+    cards = [part for part in parts if part != "cpu"]
+    if not all(part.isdecimal() for part in cards) or len(set(cards)) != len(cards) or 0 < len(cards) < len(parts):
+        raise UsageError("--devices: wants different cards, as 0,1,2, or cpu,cpu, or auto", param="devices")
+    cards = [str(int(part)) for part in cards]
+    if num_cards and (missing := [part for part in cards if int(part) >= num_cards]):
+        there = "0" if num_cards == 1 else f"0 to {num_cards - 1}"
+        raise UsageError(f"--devices: there is no card {missing[0]}, only {there}", param="devices")
+    return cards or parts
+
+
+def split(text: str | None) -> list[str]:
+    """The words between commas, with brackets around all of them or without."""
+    inside = (text or "").strip().strip("[]").strip()
+    return [part.strip().strip("\"'") for part in inside.split(",")] if inside else []
+
+
+def count_cards(environ: Mapping[str, str], dev: Path = Path("/dev")) -> int:
+    """NVIDIA cards that can be seen; 0 where that cannot be told."""
+    if VISIBLE in environ:
+        return len(split(environ[VISIBLE]))
+    return len(minor_numbers(dev))
+
+
+def minor_numbers(dev: Path = Path("/dev")) -> list[int]:
+    """N of each /dev/nvidiaN."""
+    return sorted(int(path.name[6:]) for path in dev.glob("nvidia[0-9]*") if path.name[6:].isdecimal())
+
+
+def card_environ(device: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What an engine's environment says of its card, so that it sees no other; cards are numbered as nvidia-smi does."""
+    if device == "cpu":
+        return {VISIBLE: ""}
+    if VISIBLE in environ:
+        return {VISIBLE: split(environ[VISIBLE])[int(device)]}
+    return {VISIBLE: device, "CUDA_DEVICE_ORDER": environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
+
+
+def cpus_near(device: str, environ: Mapping[str, str], root: Path = Path("/")) -> set[int]:
+    """CPUs of the socket that a card hangs on, of those this process may use; none where that is not known."""
+    named = card_environ(device, environ)[VISIBLE]
+    cards = sorted(bus for bus, minor in _bus_ids(root).items() if minor in minor_numbers(root / "dev"))
+    if not named.isdecimal() or int(named) >= len(cards) or not hasattr(os, "sched_getaffinity"):
+        return set()
+    try:
+        text = (root / "sys/bus/pci/devices" / cards[int(named)] / "local_cpulist").read_text()
+    except OSError:
+        return set()
+    return cpu_list(text) & os.sched_getaffinity(0)
+
+
+def _bus_ids(root: Path) -> dict[str, int]:
+    """PCI address of each card of the machine -> N of its /dev/nvidiaN."""
+    found = {}
+    for folder in (root / "proc/driver/nvidia/gpus").glob("*"):
+        try:
+            minor = re.search(r"^Device Minor:\s*(\d+)", (folder / "information").read_text(), re.M)
+        except OSError:
+            continue
+        if minor:
+            found[folder.name.lower()] = int(minor[1])
+    return found
+
+
+def cpu_list(text: str) -> set[int]:
+    """`0-3,8` -> {0, 1, 2, 3, 8}, as Linux writes sets of CPUs."""
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return {cpu for low, _, high in ranges for cpu in range(int(low), int(high or low) + 1)}
