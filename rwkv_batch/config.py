@@ -313,6 +313,11 @@ class Config:
         return max(1, len(self.engine_devices))
 
     @property
+    def has_store(self) -> bool:
+        """Whether a process of its own has the file of the sessions, since several engines use it. Call after `resolved`."""
+        return self.num_engines > 1 and self.state_url is None and bool(self.state_db) and self.fake_engine is None
+
+    @property
     def loopback(self) -> bool:
         """Whether only this machine can reach the address; call after `resolved`."""
         return ipaddress.ip_address(self.host or "127.0.0.1").is_loopback

@@ -81,12 +81,12 @@ def test_settings_make_one_engine_or_one_on_each_device(tmp_path):
     assert len({engine.seat.address for engine in both}) == 2
 
 
-def test_sessions_in_a_file_are_those_of_the_first_engine(tmp_path):
-    """For one process may open it. A database of their own they share."""
-    one, two = engines_of(resolved(devices="cpu,cpu", state_db="x.db"), tmp_path)
-    assert (one.seat.sessions, one.config.state_db, two.seat.sessions, two.config.state_db) == (True, "x.db", False, "")
-    config = resolved(devices="cpu,cpu", state_url="postgresql://nowhere/x")
-    assert all(engine.seat.sessions for engine in engines_of(config, tmp_path))
+def test_several_engines_that_keep_sessions_in_a_file_have_a_store():
+    assert resolved(devices="cpu,cpu").has_store
+    assert not resolved(devices="cpu").has_store
+    assert not resolved(device="cpu").has_store
+    for more in ({"state_url": "postgresql://nowhere/x"}, {"state_db": ""}, {"fake_engine": 1.0}):
+        assert not resolved(devices="cpu,cpu", **more).has_store
 
 
 def test_devices_stand_in_the_place_of_a_device():

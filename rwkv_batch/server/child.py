@@ -66,7 +66,7 @@ class Child:
         self._alone = len(seats) < 2
         self.silent = 0.0  # seconds since its last sign of life, as `wait` counts them
         self.suspected = False
-        silence = config.engine_silence_seconds if role == "engine" else config.http_silence_seconds
+        silence = config.engine_silence_seconds if role in ("engine", "store") else config.http_silence_seconds
         self._patience = (config.start_silence_seconds, silence)
         self._unread = b""
         self.socket, theirs = socket.socketpair()
@@ -96,6 +96,8 @@ class Child:
         """For people."""
         if self.role == "engine":
             return "the engine" if self._alone else f"engine {self.index}"
+        if self.role == "store":
+            return "the store"
         return f"HTTP process {self.index}" if self.role == "http" else self.role
 
     def order(self, word: str) -> None:

@@ -15,6 +15,7 @@ from rwkv_batch.ipc.server import EngineServer
 from rwkv_batch.server import lines
 from rwkv_batch.server.control import BEAT_SECONDS, Control, address_in
 from rwkv_batch.server.exit_codes import EXIT_ENGINE, EXIT_LOST, EXIT_USAGE
+from rwkv_batch.sessions.remote.messages import path_in
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +47,13 @@ def run(control: Control) -> int:
     server.start()
     try:
         if config.fake_engine is not None:
-            from rwkv_batch.engine.stub_engine import build_stub as build
+            from rwkv_batch.engine.stub_engine import build_stub
+
+            core = build_stub(config, server.deliver)
         else:
-            from rwkv_batch.engine.build import build_engine_loop as build
-        core = build(config, server.deliver)
+            from rwkv_batch.engine.build import build_engine_loop
+
+            core = build_engine_loop(config, server.deliver, path_in(control.folder) if config.has_store else None)
     except (UsageError, CheckpointError) as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)
         return EXIT_USAGE

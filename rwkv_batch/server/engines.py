@@ -12,6 +12,17 @@ from rwkv_batch.ipc.messages import EngineInfo, Seat
 from rwkv_batch.server.control import address_in
 
 
+class Crashes(deque[float]):
+    """When processes of one kind have ended lately."""
+
+    def too_often(self, config: Config, now: float) -> bool:
+        """One has ended again; returns whether that was once too often."""
+        self.append(now)
+        while now - self[0] > config.crash_window_seconds:
+            self.popleft()
+        return len(self) >= config.max_crashes
+
+
 @dataclass
 class SupervisedEngine:
     """A seat and whatever engine is in it.
@@ -21,7 +32,7 @@ class SupervisedEngine:
     cpus      those it is to stay on; none = all
     info      what its engine has said of itself
     ready     whether there is an engine in it that has loaded its model
-    crashes   when engines in it have ended lately
+    crashes   of engines in it
     given_up  whether it is left empty, after too many of them
     leaving   whether it is to be removed as soon as its engine is idle
     """
@@ -32,16 +43,9 @@ class SupervisedEngine:
     cpus: list[int] = field(default_factory=list)
     info: EngineInfo | None = None
     ready: bool = False
-    crashes: deque[float] = field(default_factory=deque)
+    crashes: Crashes = field(default_factory=Crashes)
     given_up: bool = False
     leaving: bool = False
-
-    def crashed(self, now: float) -> bool:
-        """Its engine has ended; returns whether that was once too often."""
-        self.crashes.append(now)
-        while now - self.crashes[0] > self.config.crash_window_seconds:
-            self.crashes.popleft()
-        return len(self.crashes) >= self.config.max_crashes
 
 
 def engines_of(config: Config, folder: Path, environ: Mapping[str, str] = os.environ) -> list[SupervisedEngine]:
@@ -55,9 +59,8 @@ def engines_of(config: Config, folder: Path, environ: Mapping[str, str] = os.env
 def engine_on(
     device: str, index: int, config: Config, folder: Path, environ: Mapping[str, str] = os.environ
 ) -> SupervisedEngine:
-    """An engine of its own on one of the devices. Of engines that do not share a database, the first keeps the sessions."""
-    sessions = index == 0 or config.state_url is not None
-    seat = Seat(index=index, address=address_in(folder, index), device=device, sessions=sessions)
-    config = replace(config, device="cpu" if device == "cpu" else "cuda:0", state_db=config.state_db if sessions else "")
+    """An engine of its own on one of the devices."""
+    seat = Seat(index=index, address=address_in(folder, index), device=device)
+    config = replace(config, device="cpu" if device == "cpu" else "cuda:0")
     near = devices.cpus_near(device, environ) if device != "cpu" and config.pin_engines else set()
     return SupervisedEngine(seat, config, devices.card_environ(device, environ), sorted(near))

@@ -26,7 +26,7 @@ from rwkv_batch.server.announce import announce, say
 from rwkv_batch.server.child import Child
 from rwkv_batch.server.claims import claim_port, make_folder
 from rwkv_batch.server.control import set_up_logging
-from rwkv_batch.server.engines import SupervisedEngine, engines_of
+from rwkv_batch.server.engines import Crashes, SupervisedEngine, engines_of
 from rwkv_batch.server.exit_codes import EXIT_CRASHES, EXIT_LOST, EXIT_USAGE
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class Supervisor:
         self.children: list[Child] = []
         self.due: list[tuple[float, str, int]] = []  # when, which role and index to start
         self.engines = {engine.seat.index: engine for engine in engines_of(config, folder)}
+        self.store_crashes = Crashes()
         self.failed_starts = 0
         self.announced = False
         self.signals: list[int] = []
@@ -121,7 +122,8 @@ class Supervisor:
             signal.signal(signal.SIGHUP, lambda number, frame: setattr(self, "hung_up", True))
         self.selector.register(waker, selectors.EVENT_READ)
         now = time.monotonic()
-        self.due = [(now, "engine", index) for index in self.engines]
+        self.due = [(now, "store", 0)] if self.config.has_store else []
+        self.due += [(now, "engine", index) for index in self.engines]
         self.due += [(now, self.front, index) for index in range(self.num_fronts)]
         try:
             while True:
@@ -241,6 +243,8 @@ class Supervisor:
         metrics.process_ends().labels(child.role, how).inc()
         if engine is not None:
             return self.bury_engine(engine, child, status, reason)
+        if child.role == "store":
+            return self.bury_store(status, reason)
         # An HTTP process can be ended from outside by a malformed body, so only failing to start counts against the server,
         # and only when there is no other one that serves.
         self.failed_starts = 0 if child.ready else self.failed_starts + 1
@@ -259,7 +263,7 @@ class Supervisor:
         if status == EXIT_USAGE and not self.announced:
             return EXIT_USAGE
         now = time.monotonic()
-        if not engine.crashed(now) and status != EXIT_USAGE:
+        if not engine.crashes.too_often(self.config, now) and status != EXIT_USAGE:
             log.error("%s ended %s and is started again", child.name, reason)
             self.due.append((now + 0.2, "engine", child.index))
             return None
@@ -269,6 +273,18 @@ class Supervisor:
             return EXIT_USAGE if status == EXIT_USAGE else EXIT_CRASHES
         log.error("%s ended %s; %d times is too often: the others go on without it", child.name, reason, len(engine.crashes))
         self.announce_once()
+        return None
+
+    def bury_store(self, status: int, reason: str) -> int | None:
+        """See `bury`. Without a store turns of sessions fail, and nothing else does."""
+        if status == EXIT_USAGE:
+            return EXIT_USAGE
+        now = time.monotonic()
+        if self.store_crashes.too_often(self.config, now):
+            log.error("the store ended %s; %d times is too often, giving up", reason, len(self.store_crashes))
+            return EXIT_CRASHES
+        log.error("the store ended %s and is started again", reason)
+        self.due.append((now + 0.2, "store", 0))
         return None
 
     def retire(self, child: Child) -> None:
@@ -287,8 +303,12 @@ class Supervisor:
             child.order("drain")
 
     def stop(self) -> int:
-        """End the HTTP processes, then the engine; what does not end in time is killed, and all at the next signal."""
-        for role, seconds in ((self.front, HTTP_STOP_SECONDS), ("engine", self.config.engine_stop_seconds)):
+        """End the HTTP processes, then the engines, then the store, which those write to.
+
+        What does not end in time is killed, and all at the next signal.
+        """
+        engine_seconds = self.config.engine_stop_seconds
+        for role, seconds in ((self.front, HTTP_STOP_SECONDS), ("engine", engine_seconds), ("store", engine_seconds)):
             group = [child for child in self.children if child.role == role]
             for child in group:
                 child.order("stop")
