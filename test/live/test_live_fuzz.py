@@ -134,7 +134,7 @@ async def export(port: int) -> bytes:
 
 @pytest.mark.parametrize(
     ("seed", "count", "growth_mib"),
-    [(1, 600, 128), pytest.param(2, 10_000, 96, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
+    [(1, 400, 128), pytest.param(2, 10_000, 96, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
 )
 def test_almost_right_bodies_get_designed_answers(tiny_checkpoint: Path, folder: Path, seed: int, count: int, growth_mib: int):
     with start(tiny_checkpoint, folder, *FLAGS) as server:

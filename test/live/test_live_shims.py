@@ -1,9 +1,11 @@
 """The dialects beside OpenAI's and the native one, on a real socket: the official clients, and what editors and agents send."""
 
+import importlib
 import json
 import re
+from types import ModuleType
+from typing import Any
 
-import anthropic
 import httpx
 import ollama
 import pytest
@@ -31,12 +33,18 @@ def url(server: ServerProcess) -> str:
 # --- Anthropic ---
 
 
-def claude(server: ServerProcess, key: str = "anything") -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=url(server), api_key=key, max_retries=0, timeout=60)
+@pytest.fixture(scope="module")
+def anthropic() -> ModuleType:
+    """The SDK; each process of the tests would need a second to import it when it only looks which tests there are."""
+    return importlib.import_module("anthropic")
 
 
-def test_the_sdk_of_anthropic(scripted):
-    client = claude(scripted)
+def claude(sdk: ModuleType, server: ServerProcess, key: str = "anything") -> Any:
+    return sdk.Anthropic(base_url=url(server), api_key=key, max_retries=0, timeout=60)
+
+
+def test_the_sdk_of_anthropic(anthropic, scripted):
+    client = claude(anthropic, scripted)
     message = client.messages.create(model="m", max_tokens=50, messages=HELLO, extra_body=GREEDY)
     assert (message.content[0].text, message.stop_reason) == (ANSWER, "end_turn")
     assert message._request_id
@@ -52,8 +60,8 @@ def test_the_sdk_of_anthropic(scripted):
     assert client.models.retrieve(model.id).id == model.id
 
 
-def test_the_sdk_of_anthropic_reads_our_errors(scripted, locked_scripted):
-    client = claude(scripted)
+def test_the_sdk_of_anthropic_reads_our_errors(anthropic, scripted, locked_scripted):
+    client = claude(anthropic, scripted)
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
         client.messages.create(model="m", max_tokens=-1, messages=HELLO)
     with pytest.raises(anthropic.NotFoundError, match="Not found"):
@@ -61,8 +69,9 @@ def test_the_sdk_of_anthropic_reads_our_errors(scripted, locked_scripted):
     with pytest.raises(anthropic.NotFoundError, match="no such model"):
         client.models.retrieve("another")
     with pytest.raises(anthropic.AuthenticationError, match="password"):
-        claude(locked_scripted).messages.create(model="m", max_tokens=1, messages=HELLO)
-    assert claude(locked_scripted, PASSWORD).messages.create(model="m", max_tokens=1, messages=HELLO).usage.output_tokens == 1
+        claude(anthropic, locked_scripted).messages.create(model="m", max_tokens=1, messages=HELLO)
+    answer = claude(anthropic, locked_scripted, PASSWORD).messages.create(model="m", max_tokens=1, messages=HELLO)
+    assert answer.usage.output_tokens == 1
     bearer = anthropic.Anthropic(base_url=url(locked_scripted), auth_token=PASSWORD, api_key=None)
     assert bearer.messages.count_tokens(model="m", messages=HELLO).input_tokens > 1
     status, answer, _ = locked_scripted.request("POST", "/v1/messages?beta=true", b"{", {"x-api-key": PASSWORD})
@@ -72,9 +81,9 @@ def test_the_sdk_of_anthropic_reads_our_errors(scripted, locked_scripted):
 CITY = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"], "additionalProperties": False}
 
 
-def test_the_sdk_of_anthropic_calls_tools(random_model):
+def test_the_sdk_of_anthropic_calls_tools(anthropic, random_model):
     """A forced call is one whatever the model would say; the SDK puts streamed arguments together."""
-    client = claude(random_model)
+    client = claude(anthropic, random_model)
     tools = [{"name": "get_weather", "description": "How it is outside.", "input_schema": CITY}]
     asked = {"model": "m", "max_tokens": 100, "messages": HELLO, "tools": tools, "tool_choice": {"type": "any"}}
     message = client.messages.create(**asked)
