@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from routes import admin, dialects, mistral, page
+from routes import admin, dialects, mistral, models, page
 from routes.anthropic import messages
 from routes.http.context import Access, Handler
 from routes.http.replies import Form
@@ -89,6 +89,10 @@ ROUTES = [
     Route("POST", "/state/import", state.import_file, takes_file=True),
     Route("POST", "/v1/batch/completions", batch.completions),
     Route("POST", "/v1/tokens/count", batch.tokens_count),
+    Route("POST", "/loadmodel", models.load, access="admin"),
+    Route("POST", "/removemodel", models.remove, access="admin", may_be_empty=True),
+    Route("POST", "/switch-model", models.switch, access="admin"),
+    Route("GET", "/models", models.index, access="open"),
     Route("GET", "/v1/server/status", admin.server_status, access="admin"),
     Route("POST", "/v1/server/stop", admin.server_stop, access="admin", may_be_empty=True),
     Route("GET", "/healthz", admin.healthz, access="open"),

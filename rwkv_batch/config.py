@@ -18,6 +18,7 @@ from rwkv_batch.secrets import read_api_keys, read_password
 PREFIX = "RWKV_BATCH_"
 COMPILE_MODE = "max-autotune-no-cudagraphs"
 MODEL_SUFFIXES = (".pth", ".safetensors", ".st", ".rwkv")  # the last is the packed demo model's
+FOLDERS = ("models_dir",)  # settings that are folders which must be there
 MAX_QUEUE = 1_048_576
 MAX_SLOTS = 65_535  # blocks of a CUDA grid along y
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo"
@@ -69,6 +70,7 @@ class Config:
         None, "model", "LoRA or the like to merge into it, FILE[:SCALE], see docs/models/; several: in this order", many=True
     )
     served_model_name: str | None = setting(None, "model", "name in /v1/models; default: the file's name without its ending")
+    models_dir: str | None = setting(None, "model", "folder of the files that /loadmodel may load; without it none are loaded")
     device: str = setting("auto", "model", "auto, cpu, cuda or cuda:N")
     devices: str | None = setting(None, "model", "cards with an engine each, 0,1,2 or [0,1,2]; auto: all; cpu,cpu: two without")
     pin_engines: bool = setting(True, "model", "with --devices: keep each engine on the CPUs near its card")
@@ -340,6 +342,7 @@ class Config:
         resolved = {"password": password, "password_file": None, "api_keys": api_keys, "api_key_file": None}
         resolved["host"] = numeric_host(host)
         resolved |= {"device": device, "devices": ",".join(devices) or None, "pp_devices": None}
+        resolved |= {name: folder_of(self, name) for name in FOLDERS}
         return replace(self, **resolved, http_workers=self.http_workers or self._http_workers(devices))
 
     def _http_workers(self, devices: list[str]) -> int:
@@ -348,6 +351,17 @@ class Config:
         for_one = 4 if on_gpu else 2
         left = (os.cpu_count() or 1) - 2 * len(devices)
         return for_one if len(devices) < 2 else max(for_one, min(for_one * len(devices), left, 64))
+
+
+def folder_of(config: Config, name: str) -> str | None:
+    """The absolute path of a setting that is a folder. Raises UsageError where there is none."""
+    given = getattr(config, name)
+    if given is None:
+        return None
+    path = Path(given).expanduser().absolute()
+    if not path.is_dir():
+        raise UsageError(f"{flag_of(name)}: no such folder: {given}", param=name)
+    return str(path)
 
 
 def flag_of(name: str) -> str:

@@ -162,6 +162,8 @@ def make_parser() -> argparse.ArgumentParser:
             metavar = {int: "N", float: "X", str: "TEXT"}[kind]
             if item.name.endswith(("_path", "_file")):
                 metavar = "FILE"
+            if item.name.endswith("_dir"):
+                metavar = "FOLDER"
             bare = item.metadata["bare"]
             optional = {} if bare is None else {"nargs": "?", "const": bare}
             if item.name in MANY:

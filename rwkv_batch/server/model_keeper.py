@@ -143,7 +143,7 @@ class ModelKeeper:
         return number not in self.configs
 
     def holds(self, front: Front, version: int, engines: list[int], now: float) -> None:
-        """An HTTP process goes by this version of the table; `engines`: what is not in it any more and still has its requests."""
+        """An HTTP process goes by this version of the table; `engines`: what is in it no more and has its requests."""
         self._versions[front], self._used[front] = version, engines
         self.look(now)
 
