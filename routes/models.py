@@ -4,7 +4,7 @@ import asyncio
 import codecs
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,8 +12,8 @@ from routes.http.context import RequestContext
 from routes.http.replies import Response, json_reply
 from routes.schemas import Body, validate
 from rwkv_batch.config import MODEL_SUFFIXES, Config
-from rwkv_batch.errors import InvalidRequest
-from rwkv_batch.model.architectures import architecture_of
+from rwkv_batch.errors import CheckpointError, InvalidRequest
+from rwkv_batch.served.architectures import architecture_of
 from rwkv_batch.served.folders import file_below, view_name
 from rwkv_batch.served.glance import names_in
 from rwkv_batch.served.models import Defaults, LoadModel, RemoveModel
@@ -23,12 +23,15 @@ MAX_END = 64  # bytes of an end token
 ESCAPE = re.compile(r"""\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[nrt\\'"])""")
 TYPES = ("fp32", "bf16", "fp16")
 FORMATS = ("int8", "fp8", "int4", "nf4", "fp6", "fp5")
+ADAPTERS = (".pth", ".pt", ".bin", ".safetensors", ".st")  # endings of their files
+Mode = Literal["lora", "dora", "pissa", "bone", "disha", "bat", "hybrid"]
 DEVICE = re.compile(r"(?:cuda|cpu|mps|dml)(?::\d+)?")  # the word that may stand before it; the server's own device counts
 
 
 class LoadBody(Body):
     """Which model to serve, as RWKV-Infer's clients send it: numbers may be texts, and "" stands for the default.
 
+    adapter_mode  what kind the adapter is; its file says so itself
     keep     serve it beside what is served, instead of in the place of the model of its name or of the default one
     replace  with `keep`: a model of this name gives way
     """
@@ -37,8 +40,8 @@ class LoadBody(Body):
     model_viewname: str = ""
     model_strategy: str = ""
     adapter_filename: str = ""
-    adapter_mode: str = ""
-    adapter_scaling: float | None = None
+    adapter_mode: Mode | None = None
+    adapter_scaling: float | None = Field(None, ge=-1000, le=1000)
     default_temperature: float | None = Field(None, ge=0, le=1000)
     default_top_p: float | None = Field(None, ge=0, le=1)
     endtoken: str | None = None
@@ -68,15 +71,13 @@ class LoadBody(Body):
 
     def order(self, config: Config) -> LoadModel:
         """What the supervisor is asked for; reads a part of the file. Raises what `checked_file` does, InvalidRequest."""
-        for field in ("adapter_filename", "adapter_mode"):
-            if getattr(self, field):
-                raise InvalidRequest(
-                    f"{field}: adapters are not loaded by this route", param=field, code="unsupported_parameter"
-                )
+        settings = settings_of(self.model_strategy, "model_strategy")
+        if self.adapter_filename:
+            settings["adapter"] = adapter_of(config, self.adapter_filename, self.adapter_scaling)
         return LoadModel(
             file=str(checked_file(config, self.model_filename, "model_filename")),
             name=view_name(self.model_viewname or stem(self.model_filename), "model_viewname"),
-            settings=settings_of(self.model_strategy, "model_strategy"),
+            settings=settings,
             defaults=Defaults(self.default_temperature, self.default_top_p, self.endtoken),
             keep=self.keep,
             replace=self.replace,
@@ -117,6 +118,16 @@ def checked_file(config: Config, name: str, field: str) -> Path:
     return file
 
 
+def adapter_of(config: Config, name: str, scaling: float | None) -> str:
+    """The setting for an adapter that is merged into the model. Raises what `checked_file` does."""
+    field = "adapter_filename"
+    file = file_below(config.adapters_dir, name, field=field, flag="--adapters-dir", suffixes=ADAPTERS)
+    if {",", ":"} & set(str(file)):
+        raise InvalidRequest(f"{field}: commas and colons cannot be in the path of an adapter", param=field)
+    names_in(file)
+    return str(file) if scaling is None else f"{file}:{scaling:g}"
+
+
 def settings_of(strategy: str, field: str) -> dict[str, str]:
     """The settings that a strategy stands for: a type, a format, or both ("fp16i8"), behind a device. Raises InvalidRequest."""
     words = strategy.lower().split()
@@ -136,14 +147,21 @@ def settings_of(strategy: str, field: str) -> dict[str, str]:
 
 async def load(context: RequestContext) -> Response:
     """POST /loadmodel: serve the model of a file."""
-    body = validate(LoadBody, context.body)
-    return await carry_out(context, await asyncio.to_thread(body.order, context.config))
+    return await serve(context, validate(LoadBody, context.body), "model_filename")
 
 
 async def switch(context: RequestContext) -> Response:
     """POST /switch-model: serve the model of a file instead of the default one."""
-    body = validate(SwitchBody, context.body)
-    return await carry_out(context, await asyncio.to_thread(body.order, context.config))
+    return await serve(context, validate(SwitchBody, context.body), "model")
+
+
+async def serve(context: RequestContext, body: LoadBody | SwitchBody, field: str) -> Response:
+    """Have the file looked at and loaded; `field` is where it was named. Raises what that failed with."""
+    try:
+        return await carry_out(context, await asyncio.to_thread(body.order, context.config))
+    except CheckpointError as error:
+        error.param = error.param or field
+        raise
 
 
 async def remove(context: RequestContext) -> Response:
@@ -160,7 +178,7 @@ async def carry_out(context: RequestContext, order: LoadModel | RemoveModel) -> 
     done = await context.app.models.order(order)
     about = {"status": "success", "model": done.name, "models": done.models, "seconds": round(done.seconds, 3)}
     if isinstance(order, LoadModel):
-        facts = ("layers", "width", "parameters", "fingerprint", "quant", "weight_bytes")
+        facts = ("layers", "width", "parameters", "fingerprint", "quant", "weight_bytes", "adapters")
         about |= {name: getattr(done, name) for name in facts}
     return json_reply(about)
 

@@ -19,6 +19,7 @@ from robyn.robyn import HttpMethod
 from routes import ROUTES, dialects
 from routes.http.endpoint import endpoint, preflight, release_iterators, unknown
 from routes.http.http_app import HttpApp
+from routes.http.served import Models
 from rwkv_batch import metrics
 from rwkv_batch.config import Config
 from rwkv_batch.errors import Unavailable
@@ -38,7 +39,8 @@ def run(control: Control) -> int:
     config, folder = control.config, control.folder
     pace = {"heartbeat": config.heartbeat, "peer_seconds": config.peer_seconds}
     client = EngineClient(control.birth.seats, **pace, number=control.birth.index)
-    app = HttpApp(config, client, metrics.HttpMetrics(), folder)
+    models = Models(client, control.birth.models, control.report)
+    app = HttpApp(config, client, metrics.HttpMetrics(), folder, models)
 
     def drain() -> None:
         app.draining = True
@@ -81,10 +83,11 @@ def run(control: Control) -> int:
     robyn = Robyn(str(folder / "app.py"), config=RobynConfig())  # where it looks for a robyn.env to load, so not here
     register(robyn, app)
     robyn.startup_handler(up)
-    control.listen({"drain": drain, "stop": stop, "seats": client.use})
+    orders = {"drain": drain, "stop": stop, "seats": client.use, "models": models.told}
+    control.listen(orders | dict.fromkeys(("loaded", "failed"), lambda told: models.answered(*told)))
     client.start()
     deadline = time.monotonic() + (MEET_SECONDS if control.birth.engine_ready else 0.0)
-    while (client.phase == "lost" or app.tokenizer is None) and time.monotonic() < deadline:
+    while (client.phase == "lost" or not app.models.default.ready) and time.monotonic() < deadline:
         time.sleep(0.005)  # who listens before would refuse what its neighbours answer
     robyn.start(config.host or "127.0.0.1", config.port, _check_port=False)
     return 1

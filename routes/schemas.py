@@ -11,11 +11,21 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from rwkv_batch.config import Config
 from rwkv_batch.errors import BatchTooLarge, InvalidRequest
 from rwkv_batch.request import Loop, Request
+from rwkv_batch.served.models import Defaults
 from rwkv_batch.session_messages import Session
 from rwkv_batch.text import prompts
 from rwkv_batch.text.prompts import Turn
@@ -47,12 +57,28 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
     model: str = Field("rwkv7", max_length=256)
+    _end: str | None = PrivateAttr(None)  # the model's own, see Defaults
 
     @model_validator(mode="before")
     @classmethod
     def null_is_default(cls, data: Any) -> Any:
         """Drop nulls, so that the defaults apply."""
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+    def of_model(self, defaults: Defaults) -> Self:
+        """The body with what its model says where the client says nothing."""
+        if defaults == Defaults():
+            return self
+        given = {"temperature": defaults.temperature, "top_p": defaults.top_p}
+        wanted = type(self).model_fields.keys() - self.model_fields_set
+        body = self.model_copy(update={name: value for name, value in given.items() if value is not None and name in wanted})
+        body._end = defaults.end
+        return body
+
+    @property
+    def gap(self) -> str:
+        """What stands between the turns of a conversation."""
+        return self._end or prompts.GAP
 
 
 class SamplingBody(Body):
@@ -109,8 +135,9 @@ class SamplingBody(Body):
         """Ids and texts that end a row. Raises InvalidRequest above the limits."""
         if len(self.stop_tokens) > config.max_stops:
             raise InvalidRequest(f"{self.stop_field}: at most {config.max_stops} entries", param=self.stop_field)
+        own = [self._end] if self._end and "stop_tokens" not in self.model_fields_set else []
         ids = [stop for stop in self.stop_tokens if isinstance(stop, int)]
-        texts = [stop.encode() for stop in self.stop_tokens if isinstance(stop, str)]
+        texts = [stop.encode() for stop in (*self.stop_tokens, *own) if isinstance(stop, str)]
         if any(len(text) > config.max_stop_bytes for text in texts):
             raise InvalidRequest(
                 f"{self.stop_field}: at most {config.max_stop_bytes} bytes for one text", param=self.stop_field

@@ -18,7 +18,7 @@ from rwkv_batch.secrets import read_api_keys, read_password
 PREFIX = "RWKV_BATCH_"
 COMPILE_MODE = "max-autotune-no-cudagraphs"
 MODEL_SUFFIXES = (".pth", ".safetensors", ".st", ".rwkv")  # the last is the packed demo model's
-FOLDERS = ("models_dir",)  # settings that are folders which must be there
+FOLDERS = ("models_dir", "adapters_dir")  # settings that are folders which must be there
 MAX_QUEUE = 1_048_576
 MAX_SLOTS = 65_535  # blocks of a CUDA grid along y
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo"
@@ -71,6 +71,7 @@ class Config:
     )
     served_model_name: str | None = setting(None, "model", "name in /v1/models; default: the file's name without its ending")
     models_dir: str | None = setting(None, "model", "folder of the files that /loadmodel may load; without it none are loaded")
+    adapters_dir: str | None = setting(None, "model", "the same for the adapters that requests name")
     device: str = setting("auto", "model", "auto, cpu, cuda or cuda:N")
     devices: str | None = setting(None, "model", "cards with an engine each, 0,1,2 or [0,1,2]; auto: all; cpu,cpu: two without")
     pin_engines: bool = setting(True, "model", "with --devices: keep each engine on the CPUs near its card")

@@ -32,8 +32,8 @@ def asked(**fields) -> Request:
 
 def formatter_of(**fields) -> MessageFormatter:
     body = chat_of(**fields)
-    app = SimpleNamespace(client=SimpleNamespace(info=EngineInfo(model="m", fingerprint="f" * 32)), tokenizer=BYTES)
-    call = SimpleNamespace(id="id", app=app, config=CONFIG, model_name="m", form="anthropic")
+    model = SimpleNamespace(info=EngineInfo(model="m", fingerprint="f" * 32), tokenizer=BYTES)
+    call = SimpleNamespace(id="id", model=model, config=CONFIG, model_name="m", form="anthropic")
     return MessageFormatter(call, body, request_of(body))
 
 

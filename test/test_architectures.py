@@ -8,10 +8,12 @@ from rwkv6_models import random_tensors6
 from rwkv_batch.config import Config
 from rwkv_batch.engine import build
 from rwkv_batch.errors import CheckpointError, UsageError
-from rwkv_batch.model import architectures, reference_ops, weights
-from rwkv_batch.model.architectures import architecture_of, model_class
+from rwkv_batch.model import reference_ops, weights
+from rwkv_batch.model.architectures import model_class
 from rwkv_batch.model.rwkv6 import forward as rwkv6
 from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.served import architectures
+from rwkv_batch.served.architectures import architecture_of
 
 
 def test_published_checkpoints_are_told_apart():

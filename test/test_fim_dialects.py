@@ -30,8 +30,8 @@ FILLED = fill_in("def f():\n    ", "\n    return x\n")
 
 def context_of() -> SimpleNamespace:
     info = EngineInfo(model="m", fingerprint="f" * 32, slots=7)
-    app = SimpleNamespace(client=SimpleNamespace(info=info), tokenizer=BYTES)
-    return SimpleNamespace(id="id", app=app, config=CONFIG, model_name="m", form="openai", began=0.0, ticket=None)
+    model = SimpleNamespace(info=info, tokenizer=BYTES)
+    return SimpleNamespace(id="id", model=model, config=CONFIG, model_name="m", form="openai", began=0.0, ticket=None)
 
 
 def infill(**fields) -> Request:

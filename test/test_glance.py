@@ -12,7 +12,7 @@ from models import ROOT, random_tensors
 from safetensors.torch import save_file
 
 from rwkv_batch.errors import CheckpointError
-from rwkv_batch.model.architectures import architecture_of
+from rwkv_batch.served.architectures import architecture_of
 from rwkv_batch.served.glance import MAX_PICKLE, names_in
 
 ONE = {"emb.weight": torch.ones(2, 4), "blocks.0.att.r_k": torch.ones(1, 4, dtype=torch.bfloat16)}

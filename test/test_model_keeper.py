@@ -9,7 +9,7 @@ from rwkv_batch.errors import CheckpointError
 from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.request import Failure
 from rwkv_batch.served.models import Defaults, Loaded, LoadModel, ModelTable, RemoveModel
-from rwkv_batch.server.model_keeper import ModelKeeper, session_file
+from rwkv_batch.server.models.keeper import ModelKeeper, session_file
 
 INFO = EngineInfo(model="x", layers=8, fingerprint="f")
 CONFIG = Config(model_path="/models/first.pth", drain_seconds=30)
@@ -23,11 +23,8 @@ class FakeProcesses:
     stopped: list[int] = field(default_factory=list)
     told: list[ModelTable] = field(default_factory=list)
     alive: list[str] = field(default_factory=lambda: ["http-0", "http-1"])
-    fails: bool = False
 
-    def start_engine(self, number: int) -> None:
-        if self.fails:
-            raise OSError(12, "Cannot allocate memory")
+    def start_engine(self, number: int, config: Config, place: int) -> None:
         self.started.append(number)
 
     def stop_engine(self, number: int) -> None:
@@ -109,8 +106,8 @@ def test_requests_that_do_not_end_are_not_waited_for_longer_than_drain_seconds()
 
 
 def test_models_stand_side_by_side_and_go_one_by_one():
-    scene = Scene(engines=(0, 1))
-    for name, number in (("b", 2), ("c", 3)):
+    scene = Scene()
+    for name, number in (("b", 1), ("c", 2)):
         scene.load(name, keep=True)
         scene.keeper.ready(number, INFO, 0.5)
         scene.all_take()
@@ -118,13 +115,12 @@ def test_models_stand_side_by_side_and_go_one_by_one():
     assert not scene.processes.stopped
     scene.remove("first")
     scene.all_take()
-    assert scene.processes.stopped == [0, 1]
-    assert scene.has_ended(1)
+    assert scene.processes.stopped == [0]
     assert len(scene.answers) == 2
     assert scene.has_ended(0)
     assert scene.answers[-1].models == scene.names == ["b", "c"]
     scene.load("d")  # without keep: in the place of the default one
-    scene.keeper.ready(4, INFO, 0.5)
+    scene.keeper.ready(3, INFO, 0.5)
     assert scene.names == ["d", "c"]
 
 
@@ -168,12 +164,23 @@ def test_a_load_that_fails_touches_nobody(failure, error):
     assert scene.processes.started == [1, 2]
 
 
-def test_no_room_for_a_process():
-    scene = Scene()
-    scene.processes.fails = True
+def test_a_model_has_as_many_engines_as_the_first():
+    scene = Scene(engines=(0, 1))
     scene.load("second")
-    assert scene.error()[0] == "EngineFailed"
-    assert scene.keeper.work is None
+    assert scene.processes.started == [2, 3]
+    scene.keeper.ready(3, INFO, 0.5)
+    assert scene.names == ["first"]
+    scene.keeper.ready(2, INFO, 0.5)
+    assert scene.keeper.table.models[0].engines == [2, 3]
+    scene.all_take()
+    assert scene.processes.stopped == [0, 1]
+    scene = Scene(engines=(0, 1))
+    scene.load("second")
+    scene.keeper.ready(2, INFO, 0.5)
+    assert scene.has_ended(3)
+    assert scene.processes.stopped == [2]
+    assert list(scene.keeper.configs) == [0, 1]
+    assert scene.names == ["first"]
 
 
 def test_an_engine_that_dies_while_it_takes_over_gives_the_old_one_back():
@@ -251,8 +258,9 @@ def test_a_model_that_crashes_too_often_goes_where_others_are():
     scene.all_take()
     assert scene.keeper.drop(1, 5.0)
     assert scene.names == ["first"]
+    assert scene.processes.stopped == [1]
+    assert list(scene.keeper.configs) == [0]
     assert not scene.keeper.drop(0, 5.0)
-    assert scene.keeper.ended(1, "with status 1", None, 5.0)
 
 
 def test_each_model_has_a_session_file_of_its_own():

@@ -15,6 +15,7 @@ import torch
 from models import ROOT
 
 from routes import ROUTES, models
+from routes.schemas import validate
 from rwkv_batch.config import Config
 from rwkv_batch.errors import CheckpointError, Forbidden, InvalidRequest, NotFound, RwkvBatchError
 from rwkv_batch.served.models import Defaults, Loaded, LoadModel, RemoveModel
@@ -30,6 +31,8 @@ def folder(tmp_path: Path) -> Path:
     tensors = {"emb.weight": torch.ones(4, 4), "blocks.0.att.r_k": torch.ones(1, 4)}
     for path in (folder / "a.pth", folder / "RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth", tmp_path / "outside.pth"):
         torch.save(tensors, path)
+    (tmp_path / "adapters").mkdir()
+    torch.save({"blocks.0.att.key.bone": torch.ones(2, 2, 2)}, tmp_path / "adapters" / "rwkv-9-bone.pth")
     torch.save({"emb.weight": torch.ones(4), "blocks.0.att.time_first": torch.ones(4)}, folder / "v4.pth")
     (folder / "empty.pth").touch()
     (folder / "cut.pth").write_bytes((folder / "a.pth").read_bytes()[:-100])
@@ -54,7 +57,7 @@ class FakeModels:
 def call(route, body: dict, folder: Path | None, *names: str) -> tuple[list, dict]:
     """The orders that a call gives, and its answer."""
     app = SimpleNamespace(models=FakeModels(*(names or ("first",))))
-    config = Config(models_dir=folder and str(folder))
+    config = Config(models_dir=folder and str(folder), adapters_dir=folder and str(folder.parent / "adapters"))
     reply = asyncio.run(route(SimpleNamespace(app=app, config=config, body=body)))
     return app.models.orders, json.loads(reply.body)
 
@@ -133,7 +136,8 @@ def test_end_tokens_may_be_escaped(folder, sent, read):
         ("model_filename", ""),
         ("model_filename", 5),
         ("keep", "maybe"),
-        ("adapter_filename", "b.pth"),
+        ("adapter_mode", "mole"),
+        ("adapter_scaling", "much"),
     ],
 )
 def test_fields_that_are_wrong_are_named(folder, field, value):
@@ -162,6 +166,29 @@ def test_files_that_cannot_be_loaded_start_no_engine(folder, name, error, status
         assert type(raised.value) is error
         assert raised.value.status == status
         assert str(folder) not in raised.value.message
+        assert raised.value.param == field
+
+
+def test_an_adapter_is_merged_into_the_model(folder):
+    adapters = folder.parent / "adapters"
+    torch.save({"blocks.0.att.key.lora_A": torch.ones(2, 4)}, adapters / "bone.pth")
+    config = Config(models_dir=str(folder), adapters_dir=str(adapters))
+
+    def settings(**fields) -> dict:
+        return validate(models.LoadBody, {"model_filename": "a", **fields}).order(config).settings
+
+    assert settings(adapter_filename="adapters/bone.pth", adapter_mode="bone") == {"adapter": str(adapters / "bone.pth")}
+    scaled = settings(adapter_filename="bone", adapter_mode="", adapter_scaling="2.0", model_strategy="int8")
+    assert scaled == {"adapter": f"{adapters / 'bone.pth'}:2", "quant": "int8"}
+    (adapters / "a,b.pth").touch()
+    (adapters / "code.pth").write_bytes((folder / "code.pth").read_bytes())
+    for name, error in (
+        ("none", NotFound), ("../outside.pth", Forbidden), ("a,b", InvalidRequest), ("code", CheckpointError)
+    ):  # fmt: skip
+        with pytest.raises(error):
+            settings(adapter_filename=name)
+    with pytest.raises(Forbidden, match="--adapters-dir"):
+        validate(models.LoadBody, {"model_filename": "a", "adapter_filename": "b"}).order(Config(models_dir=str(folder)))
 
 
 def test_without_a_folder_nothing_is_loaded():

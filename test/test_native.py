@@ -18,6 +18,7 @@ from routes.schemas import ContentsBody, Message, prompt_ids, validate
 from rwkv_batch.config import Config
 from rwkv_batch.errors import EngineFailed, InvalidRequest
 from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
+from rwkv_batch.served.models import ModelEntry
 from rwkv_batch.text.translation import Placeholders
 from sampling.params import SamplingParams
 from sampling.reference import ReferenceSampler
@@ -139,10 +140,11 @@ def test_an_error_about_what_is_counted_names_its_field():
     with pytest.raises(InvalidRequest, match="Missing text or messages"):
         validate(CountBody, {"messages": []}).joined()
 
-    async def encode(texts, field):
+    async def encode(context, texts, field):
         return prompt_ids(texts, field, Config(max_prompt_tokens=2), list)
 
-    call = SimpleNamespace(app=SimpleNamespace(encode=encode), body_bytes=0)
+    model = SimpleNamespace(entry=ModelEntry("m", []))
+    call = SimpleNamespace(app=SimpleNamespace(encode=encode), model=model, body_bytes=0)
     for body in ({"text": "abc"}, {"messages": [{"content": "abc"}]}, {"contents": ["abc"]}):
         call.body = body
         with pytest.raises(InvalidRequest) as refused:
@@ -178,8 +180,10 @@ def test_who_calls_from_this_host(peer, headers, local):
 
 
 def test_keys_do_not_share_remembered_sentences():
-    app = SimpleNamespace(client=SimpleNamespace(info=None))
-    alice, bob = (Work(SimpleNamespace(app=app, namespace=name), "de", Placeholders()) for name in ("alice", "bob"))
+    model = SimpleNamespace(info=None)
+    alice, bob = (
+        Work(SimpleNamespace(app=None, model=model, namespace=name), "de", Placeholders()) for name in ("alice", "bob")
+    )
     paragraph = Paragraph("one", "en", "de")
     assert alice._key(paragraph) == Work(alice.context, "de", Placeholders())._key(paragraph)
     assert alice._key(paragraph) != bob._key(paragraph)

@@ -39,8 +39,11 @@ def generate(**fields) -> Request:
 
 
 def context_of(body: dict | None = None, info: EngineInfo | None = INFO) -> SimpleNamespace:
-    app = SimpleNamespace(client=SimpleNamespace(info=info, ready=info is not None), tokenizer=BYTES, started=1e9)
-    return SimpleNamespace(id="id", app=app, config=CONFIG, model_name="m", form="native", began=0.0, body=body or {})
+    app = SimpleNamespace(client=SimpleNamespace(ready=info is not None), started=1e9)
+    model = SimpleNamespace(info=info, tokenizer=BYTES)
+    return SimpleNamespace(
+        id="id", app=app, model=model, config=CONFIG, model_name="m", form="native", began=0.0, body=body or {}
+    )
 
 
 def lines_of(kind: type[Lines], body_kind: type[OllamaBody], **fields) -> Lines:

@@ -34,6 +34,7 @@ from rwkv_batch.errors import BatchTooLarge, InvalidRequest, Unauthorized, Unava
 from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.request import Delta, Failure, Finish, Progress, PromptScore, Request, Sequence, TokenLogprob
 from rwkv_batch.secrets import read_api_keys
+from rwkv_batch.served.models import ModelEntry
 from rwkv_batch.text import prompts, tokenizer
 from rwkv_batch.text.reasoning import ReasoningParser
 
@@ -160,16 +161,19 @@ def test_only_the_start_of_a_raw_prompt_can_hold_the_end_token():
 def test_texts_and_ids_are_the_same_prompts_to_an_evaluation():
     """Windows of a document, the first behind the end token, sent as texts that detokenize gave."""
     world = tokenizer.for_vocab(65536)
-    app = SimpleNamespace(tokenizer=world, loaded_tokenizer=None, encode=None)
+    app = SimpleNamespace(loaded_tokenizer=None, encode=None)
+    model = SimpleNamespace(entry=ModelEntry("m", []), tokenizer=world)
 
-    async def loaded() -> tokenizer.Tokenizer:
+    async def loaded(model) -> tokenizer.Tokenizer:
         return world
 
-    async def encoded(texts: list[str], field: str) -> list[list[int]]:
+    async def encoded(context, texts: list[str], field: str) -> list[list[int]]:
         return [world.encode(text) for text in texts]
 
     def answer_of(route, **fields) -> dict:
-        return json.loads(asyncio.run(route(SimpleNamespace(body=fields, body_bytes=0, config=CONFIG, app=app))).body)
+        return json.loads(
+            asyncio.run(route(SimpleNamespace(body=fields, body_bytes=0, config=CONFIG, app=app, model=model))).body
+        )
 
     app.loaded_tokenizer, app.encode = loaded, encoded
     ids = world.encode("The old bridge and the river.\n\n  Über 世界, done.\n" * 20)
@@ -391,6 +395,10 @@ class LoadingClient(SimpleNamespace):
     def __init__(self, phase: str):
         super().__init__(phase=phase, tickets={}, info=None)
 
+    def introduce(self, info: EngineInfo) -> None:
+        self.info = info
+        self.on_info(info)
+
     def check(self) -> None:
         if self.phase != "ready":
             raise Unavailable("the model is still loading", code="loading")
@@ -404,18 +412,19 @@ def test_requests_wait_for_the_tokenizer_of_a_ready_engine(tmp_path):
         app = HttpApp(CONFIG, client, SimpleNamespace(), tmp_path)
         with pytest.raises(Unavailable, match="tokenizer is still loading"):
             app.check()
-        waiting = asyncio.create_task(app.encode(["ab"], "prompt"))
-        asking = asyncio.create_task(detokenize(SimpleNamespace(body={"tokens": [97]}, config=CONFIG, app=app)))
+        call = RequestContext(app, "POST", "/", {}, body={"tokens": [97]})
+        waiting = asyncio.create_task(app.encode(call, ["ab"], "prompt"))
+        asking = asyncio.create_task(detokenize(call))
         await asyncio.sleep(0.05)
         assert not waiting.done()
         assert not asking.done()
-        client.on_info(EngineInfo(model="m", fingerprint="f" * 32, vocab_size=256))
+        client.introduce(EngineInfo(model="m", fingerprint="f" * 32, vocab_size=256))
         assert await waiting == [[97, 98]]
         assert json.loads((await asking).body)["prompt"] == "a"
         app.check()
         client.phase = "loading"
         with pytest.raises(Unavailable, match="model is still loading"):
-            await app.encode(["ab"], "prompt")
+            await app.encode(call, ["ab"], "prompt")
 
     asyncio.run(run())
 
@@ -423,21 +432,21 @@ def test_requests_wait_for_the_tokenizer_of_a_ready_engine(tmp_path):
 def test_without_an_engine_nothing_waits(tmp_path):
     app = HttpApp(CONFIG, LoadingClient("lost"), SimpleNamespace(), tmp_path)
     with pytest.raises(Unavailable, match="model is still loading"):
-        asyncio.run(app.loaded_tokenizer())
+        asyncio.run(app.loaded_tokenizer(app.models.default))
 
 
 def test_a_tokenizer_that_does_not_come_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr("routes.http.http_app.TOKENIZER_SECONDS", 0.0)
     app = HttpApp(CONFIG, LoadingClient("ready"), SimpleNamespace(), tmp_path)
     with pytest.raises(Unavailable, match="tokenizer is still loading"):
-        asyncio.run(app.encode(["ab"], "prompt"))
+        asyncio.run(app.encode(RequestContext(app, "POST", "/", {}), ["ab"], "prompt"))
 
 
 @pytest.mark.parametrize("size", [1, 100_000])
 def test_a_conversation_is_templated_once_and_a_long_one_not_on_the_event_loop(tmp_path, monkeypatch, size):
     threads = []
 
-    def conversation(turns, tail: str) -> str:
+    def conversation(turns, tail: str, gap: str) -> str:
         threads.append(threading.get_ident())
         return turns[-1].text[:5] + tail
 
@@ -445,7 +454,7 @@ def test_a_conversation_is_templated_once_and_a_long_one_not_on_the_event_loop(t
     client = LoadingClient("ready")
     figures = SimpleNamespace(observe=lambda number: None)
     app = HttpApp(CONFIG, client, SimpleNamespace(num_prompts=figures, max_tokens=figures), tmp_path)
-    client.on_info(EngineInfo(model="m", fingerprint="f" * 32, vocab_size=256))
+    client.introduce(EngineInfo(model="m", fingerprint="f" * 32, vocab_size=256))
     call = RequestContext(app, "POST", "/", {}, body_bytes=size)
     request = asyncio.run(app.to_request(call, read(ChatBody, {"messages": [{"content": "a" * size}]})))
     assert request.prompts
@@ -460,8 +469,8 @@ def answer_to(kind, body_kind, **fields):
     """An answer whose events a test makes up."""
     asked = {"messages": HI, "prompt": "ab", "input": "hi"}
     body = read(body_kind, {body_kind.field: asked[body_kind.field], **fields})
-    app = SimpleNamespace(client=SimpleNamespace(info=EngineInfo(model="m", fingerprint="f" * 32)), tokenizer=BYTES)
-    call = SimpleNamespace(id="id", app=app, config=CONFIG, model_name="m")
+    model = SimpleNamespace(info=EngineInfo(model="m", fingerprint="f" * 32), tokenizer=BYTES)
+    call = SimpleNamespace(id="id", model=model, config=CONFIG, model_name="m")
     return kind(call, body, request_of(body))
 
 

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import quiet_robyn  # noqa: F401
@@ -170,8 +171,9 @@ class FakeApp:
         self.folder = folder
         self.answer = answer
         self.orders = []
+        self.models = SimpleNamespace(find=lambda wanted, call: None)
 
-    async def execute(self, command):
+    async def execute(self, command, model=None):
         self.orders.append(command)
         if isinstance(command, Export):
             Path(command.path).write_bytes(b"a state")

@@ -29,9 +29,9 @@ async def create(context: RequestContext) -> Reply:
 
 async def count_tokens(context: RequestContext) -> Response:
     """POST /v1/messages/count_tokens: how many tokens a conversation is."""
-    body = read(MessagesChat, validate(CountBody, context.body).in_openai_form())
+    body = read(MessagesChat, validate(CountBody, context.body).in_openai_form()).of_model(context.model.entry.defaults)
     texts = await off_loop(context.body_bytes, body.checked_texts, context.config)
-    (ids,) = await context.app.encode(texts, "messages")
+    (ids,) = await context.app.encode(context, texts, "messages")
     return json_reply({"input_tokens": len(ids)})
 
 

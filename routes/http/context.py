@@ -14,6 +14,7 @@ from rwkv_batch.ipc.tickets import Ticket
 
 if TYPE_CHECKING:
     from routes.http.http_app import HttpApp
+    from routes.http.served import ServedModel
 
 
 @dataclass
@@ -52,6 +53,7 @@ class RequestContext:
     completion_tokens: int = 0
     ticket: Ticket | None = None
     failed: bool = False  # after its answer had begun
+    found_model: "ServedModel | None" = None
 
     @property
     def config(self) -> Config:
@@ -59,10 +61,16 @@ class RequestContext:
         return self.app.config
 
     @property
+    def model(self) -> "ServedModel":
+        """The model that the body names, and that the call keeps to. Raises NotFound where there are several and it is none."""
+        if self.found_model is None:
+            self.found_model = self.app.models.find(self.body.get("model"), self.id)
+        return self.found_model
+
+    @property
     def model_name(self) -> str:
-        """The served name: the setting, else what the engine loaded."""
-        info = self.app.client.info
-        return self.config.model_name if info is None or self.config.served_model_name is not None else info.model
+        """The name of that model."""
+        return self.model.name
 
     @property
     def namespace(self) -> str:

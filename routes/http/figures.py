@@ -70,6 +70,8 @@ class CallFigures:
 
     def finished(self, context: RequestContext, how: str = "done") -> None:
         """Note the end of a call."""
+        if context.found_model is not None:
+            context.found_model.calls.discard(context.id)
         seconds = time.monotonic() - context.began
         ticket = context.ticket
         if context.status >= 400:

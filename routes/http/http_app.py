@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -22,18 +21,19 @@ from routes.http.disconnects import DisconnectMonitor, address
 from routes.http.figures import CallFigures
 from routes.http.off_loop import off_loop
 from routes.http.replies import Response
+from routes.http.served import Models, ServedModel
 from routes.http.streams import DOCUMENT, EVENTS, NUDGE, FormatEvent, Framing, Reply, StreamingAnswer, TaskAnswer, notify_first
 from rwkv_batch.config import Config
 from rwkv_batch.errors import NotBegun, Overloaded, RwkvBatchError, Unavailable
 from rwkv_batch.grammar.checker import Checker, refuse
 from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.link import SessionAnswer
-from rwkv_batch.ipc.messages import Ask, EngineInfo, Live
+from rwkv_batch.ipc.messages import Ask, Live
 from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.metrics import HttpMetrics
 from rwkv_batch.request import Event, Failure, Grammar, Request
 from rwkv_batch.session_messages import Deleted, Page, SessionCommand
-from rwkv_batch.text import tokenizer
+from rwkv_batch.text.tokenizer import Tokenizer
 from rwkv_batch.text.translation import Memory
 
 log = logging.getLogger(__name__)
@@ -50,12 +50,14 @@ class HttpApp:
     """What all calls of one HTTP process share: settings, engine, figures, and the answers in progress.
 
     folder  for files that HTTP process and engine hand each other
+    models  that the engines run; None = one, which all of them do
     """
 
-    def __init__(self, config: Config, client: EngineClient, metrics: HttpMetrics, folder: Path):
+    def __init__(self, config: Config, client: EngineClient, metrics: HttpMetrics, folder: Path, models: Models | None = None):
         self.folder = folder
         self.config = config
         self.client = client
+        self.models = models or Models.one(client, config.model_name)
         self.metrics = metrics
         self.draining = False
         self.started = time.time()
@@ -63,7 +65,6 @@ class HttpApp:
         self.handling = 0  # calls whose handler has not returned; event loop only
         self.large_bodies = asyncio.Lock()
         self.secrets = Secrets(config.password, config.api_keys)
-        self.tokenizer: tokenizer.Tokenizer | None = None
         self.grammars = Checker(config.grammar_seconds)
         self.pages = Pages(config, bool(self.secrets))
         self._submitting: set[str] = set()  # requests on their way to the engine; event loop only
@@ -75,13 +76,13 @@ class HttpApp:
         client.tick = self.tick
         client.busy = lambda: self.figures.active > 0
         client.observe = self.figures.observe
-        client.on_info = self.load_tokenizer
+        client.on_info = self.models.tokenizers.want
 
     @property
     def max_file_bytes(self) -> int:
         """Largest file that a session can be in."""
-        info = self.client.info
-        return max(self.config.max_body_bytes, info.state_bytes + FILE_BYTES if info is not None else 0)
+        largest = max((model.info.state_bytes for model in self.models.all if model.info is not None), default=None)
+        return max(self.config.max_body_bytes, largest + FILE_BYTES if largest is not None else 0)
 
     @property
     def idle(self) -> bool:
@@ -108,56 +109,47 @@ class HttpApp:
 
     # --- work ---
 
-    def load_tokenizer(self, info: EngineInfo) -> None:
-        """Begin to load the tokenizer of the engine's vocabulary, which takes about a second."""
-
-        def run() -> None:
-            try:
-                self.tokenizer = tokenizer.for_vocab(info.vocab_size)
-            except Exception:
-                log.exception("the tokenizer cannot be loaded")
-
-        threading.Thread(target=run, daemon=True).start()
-
     def check(self) -> None:
         """Raise Unavailable or Overloaded when no further request can be answered at once."""
-        self._check_room()
-        if self.tokenizer is None:
+        self._check_room(self.models.default)
+        if self.models.default.tokenizer is None:
             raise NotBegun("the tokenizer is still loading", code="loading", retry_after=2.0)
 
-    def _check_room(self) -> None:
+    def _check_room(self, model: ServedModel) -> None:
         if self.draining:
             raise NotBegun("the server is shutting down", code="draining", retry_after=5.0)
-        self.client.check()
+        model.engines.check()
         tickets = self.client.tickets
         not_there_yet = sum(request_id not in tickets for request_id in self._submitting)
         if max(self.figures.active, len(tickets) + not_there_yet) >= self.config.max_streams:
             raise Overloaded("too many answers are in progress", code="too_many_streams")
 
-    async def loaded_tokenizer(self) -> tokenizer.Tokenizer:
-        """The tokenizer; whoever comes while it loads waits, since another process may have said that the server is ready.
+    async def loaded_tokenizer(self, model: ServedModel) -> Tokenizer:
+        """A model's tokenizer. Whoever comes while it loads waits: another process may have said that the server is ready.
 
         Raises Unavailable.
         """
         deadline = time.monotonic() + TOKENIZER_SECONDS
-        while self.tokenizer is None:
-            self.client.check()
+        while (found := model.tokenizer) is None:
+            model.engines.check()
             if time.monotonic() > deadline:
                 raise NotBegun("the tokenizer is still loading", code="loading", retry_after=2.0)
             await asyncio.sleep(0.02)
-        return self.tokenizer
+        return found
 
-    async def encode(self, texts: list[str], field: str) -> list[list[int]]:
+    async def encode(self, context: RequestContext, texts: list[str], field: str) -> list[list[int]]:
         """Tokens of each text, away from the event loop when they are long. Raises InvalidRequest, Unavailable, Overloaded."""
-        self._check_room()
-        encode = (await self.loaded_tokenizer()).ids
+        self._check_room(context.model)
+        encode = (await self.loaded_tokenizer(context.model)).ids
         return await off_loop(sum(map(len, texts)), schemas.prompt_ids, texts, field, self.config, encode)
 
     async def to_request(self, context: RequestContext, body: schemas.PromptsBody) -> Request:
         """Check and tokenise a body, away from the event loop when it is long. Raises InvalidRequest, Unavailable."""
+        model = context.model
+        body = body.of_model(model.entry.defaults)
         texts = await off_loop(context.body_bytes, body.checked_texts, context.config)
-        self._check_room()
-        encode = (await self.loaded_tokenizer()).ids
+        self._check_room(model)
+        encode = (await self.loaded_tokenizer(model)).ids
         request = await off_loop(sum(map(len, texts)), body.to_request, texts, context.id, context.config, encode)
         request = msgspec.structs.replace(request, namespace=context.namespace)
         if request.grammar is not None:
@@ -192,11 +184,13 @@ class HttpApp:
         def notify(event: asyncio.Event) -> Callable[[], None]:
             return lambda: loop.call_soon_threadsafe(event.set)
 
-        self._check_room()  # again, for others came while this one was tokenised
+        self._check_room(context.model)  # again, for others came while this one was tokenised
         on_answer, on_end = notify(answered), notify(ended) if ended else None
         if request.session is not None:
             format_event, on_answer = notify_first(format_event, on_answer), None
-        context.ticket = ticket = self.client.submit(request, format_event, on_answer, on_end, context.path, context.given_id)
+        context.ticket = ticket = context.model.engines.submit(
+            request, format_event, on_answer, on_end, context.path, context.given_id
+        )
         ticket.reader.peer = address(context.peer)
         self._submitting.add(request.id)
         try:
@@ -256,8 +250,11 @@ class HttpApp:
             return task.result()
         return StreamingAnswer(context, TaskAnswer(task), DOCUMENT, min(BLANK_SECONDS, self.config.ping_seconds))
 
-    async def execute(self, command: SessionCommand) -> Page | Deleted:
-        """What came of a command about sessions. Raises what the engine refuses it with, and Unavailable."""
+    async def execute(self, command: SessionCommand, model: ServedModel | None = None) -> Page | Deleted:
+        """What came of a command about a model's sessions, the default one's where none is given.
+
+        Raises what the engine refuses it with, and Unavailable.
+        """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[SessionAnswer] = loop.create_future()
 
@@ -266,7 +263,7 @@ class HttpApp:
 
         if self.draining:
             raise NotBegun("the server is shutting down", code="draining", retry_after=5.0)
-        self.client.execute(command, put)
+        (model or self.models.default).engines.execute(command, put)
         try:
             result = await asyncio.wait_for(answer, self.config.session_wait_seconds + ASK_SECONDS)
         except TimeoutError:
@@ -295,3 +292,4 @@ class HttpApp:
         self.release_iterators()
         self.figures.count_closed()
         self.disconnects.look(time.monotonic())
+        self.models.tick()

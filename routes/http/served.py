@@ -4,14 +4,15 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from rwkv_batch.errors import Forbidden, NotFound
-from rwkv_batch.ipc.client import EngineClient, EngineGroup
-from rwkv_batch.ipc.messages import EngineInfo, Seat
+from rwkv_batch.ipc.client import EngineClient
+from rwkv_batch.ipc.group import EngineGroup
+from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.request import Failure
 from rwkv_batch.served.models import Loaded, ModelEntry, ModelOrder, ModelTable
 from rwkv_batch.text import tokenizer
@@ -38,7 +39,7 @@ class Tokenizers:
 
         if info.vocab_size not in self._wanted:
             self._wanted.add(info.vocab_size)
-            threading.Thread(target=run, daemon=True).start()
+            threading.Thread(target=run, name="tokenizer", daemon=True).start()
 
     def get(self, info: EngineInfo | None) -> Tokenizer | None:
         """That of a model; None while it loads."""
@@ -48,7 +49,7 @@ class Tokenizers:
 class ServedModel:
     """A model as the calls of this process use it. `calls`: the ids of those that do."""
 
-    def __init__(self, entry: ModelEntry, engines: EngineGroup, tokenizers: Tokenizers):
+    def __init__(self, entry: ModelEntry, engines: EngineGroup | EngineClient, tokenizers: Tokenizers):
         self.entry = entry
         self.engines = engines
         self.calls: set[str] = set()
@@ -88,9 +89,16 @@ class Models:
         self.version = table.version
         self._served = [self._model(entry) for entry in table.models]
         self._going: list[ServedModel] = []
-        self._coming: tuple[ModelTable, list[Seat]] | None = None
+        self._coming: ModelTable | None = None
         self._lock = threading.Lock()
         self._orders: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Future]] = {}
+
+    @classmethod
+    def one(cls, client: EngineClient, name: str) -> "Models":
+        """The one model that all engines run."""
+        models = cls(client, ModelTable(0, []))
+        models._served = [ServedModel(ModelEntry(name, []), client, models.tokenizers)]
+        return models
 
     @property
     def default(self) -> ServedModel:
@@ -108,26 +116,25 @@ class Models:
         return list(self._served)
 
     def find(self, wanted: Any, call: str) -> ServedModel:
-        """The model that a call means, which it keeps until `leave`. Raises NotFound where there are several and it is none."""
+        """The model that a call means, which is kept until the call is no longer in `calls`.
+
+        Raises NotFound where there are several and it is none of them.
+        """
         with self._lock:
             named = next((model for model in self._served if model.name == wanted), None)
             if named is None and len(self._served) > 1 and isinstance(wanted, str) and wanted:
                 raise NotFound(f"no such model; this server has {', '.join(self.names)}", param="model", code="model_not_found")
             model = named or self._served[0]
-            model.calls.add(call)
+            if self.report is not None:  # else no model ever goes
+                model.calls.add(call)
             return model
-
-    def leave(self, model: ServedModel, call: str) -> None:
-        """A call has ended. Any thread."""
-        model.calls.discard(call)
 
     # --- coming and going ---
 
-    def told(self, table: ModelTable, seats: list[Seat]) -> None:
+    def told(self, table: ModelTable) -> None:
         """The supervisor has another table: it holds as soon as this process can use all of it. Any thread."""
         with self._lock:
-            self._coming = table, seats
-            self._use(seats)
+            self._coming = table
         self.tick()
 
     def tick(self) -> None:
@@ -135,7 +142,7 @@ class Models:
         if self._coming is None and not self._going:
             return
         with self._lock:
-            taken = self._coming is not None and self._take(*self._coming)
+            taken = self._coming is not None and self._take(self._coming)
             gone = [model for model in self._going if not model.calls]
             self._going = [model for model in self._going if model.calls]
             if taken or gone:
@@ -143,7 +150,7 @@ class Models:
                 if self.report is not None:
                     self.report("models", version=self.version, engines=used)
 
-    def _take(self, table: ModelTable, seats: list[Seat]) -> bool:
+    def _take(self, table: ModelTable) -> bool:
         """Go by a table if all engines that are new in it can be used; returns whether that is so."""
         known = {tuple(model.entry.engines): model for model in (*self._served, *self._going)}
         models = [known.get(tuple(entry.engines)) or self._model(entry) for entry in table.models]
@@ -154,11 +161,7 @@ class Models:
         return True
 
     def _model(self, entry: ModelEntry) -> ServedModel:
-        return ServedModel(entry, self.client.among(entry.engines), self.tokenizers)
-
-    def _use(self, seats: Iterable[Seat]) -> None:
-        """Connect to the engines of the table, and keep those that still have requests of ours."""
-        self.client.use(list(seats))
+        return ServedModel(entry, EngineGroup(self.client, entry.engines), self.tokenizers)
 
     # --- orders ---
 

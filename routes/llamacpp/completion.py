@@ -32,7 +32,7 @@ async def answer(context: RequestContext, sent: LlamaBody) -> Reply:
 
 async def props(context: RequestContext) -> Response:
     """GET /props: what clients want to know of the server before they begin."""
-    info = context.app.client.info
+    info = context.model.info
     return json_reply(
         {
             "default_generation_settings": {"n_ctx": context.config.max_prompt_tokens, "id": 0, "is_processing": False},

@@ -91,7 +91,7 @@ class CountBody(Body):
             return self.text, "text"
         if self.messages:
             tail = prompts.chat_tail(think=self.enable_think)
-            return prompts.conversation([message.turn() for message in self.messages], tail), "messages"
+            return prompts.conversation([message.turn() for message in self.messages], tail, self.gap), "messages"
         if self.contents is not None:
             return "".join(self.contents), "contents"
         raise InvalidRequest("Missing text or messages", param="text")
@@ -108,9 +108,11 @@ async def completions(context: RequestContext) -> Reply:
 
 async def tokens_count(context: RequestContext) -> Response:
     """How many tokens a text has."""
-    text, field = await off_loop(context.body_bytes, validate(CountBody, context.body).joined)
+    text, field = await off_loop(
+        context.body_bytes, validate(CountBody, context.body).of_model(context.model.entry.defaults).joined
+    )
     try:
-        (ids,) = await context.app.encode([text], field)
+        (ids,) = await context.app.encode(context, [text], field)
     except InvalidRequest as error:
         raise InvalidRequest(error.message.replace(f"{field}[0]", field, 1), param=field) from None
     return json_reply({"tokens": len(ids) if text else 0})  # an empty prompt is fed token 0

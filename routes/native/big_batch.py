@@ -43,7 +43,7 @@ class BigBatchBody(ContentsBody):
         tail = prompts.chat_tail(think=self.enable_think)
         if self.field == "contents":
             return self.contents
-        return [templated(turns(chat), tail, f"chats[{index}].messages") for index, chat in enumerate(self.chats)]
+        return [templated(turns(chat), tail, f"chats[{index}].messages", self.gap) for index, chat in enumerate(self.chats)]
 
     def sampling(self) -> SamplingParams:
         """Exact sampling at `temperature`; with noise the largest of logits/T + U(0, noise)."""

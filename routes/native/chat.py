@@ -59,10 +59,10 @@ class V3Body(V1Body):
         """The prompts. A user's only message is the same as one of `contents`."""
         tail = prompts.chat_tail(think=self.enable_think, closed=prompts.NO_THINK_V3)
         if self.field == "contents":
-            return [prompts.one_turn(text, tail) for text in self.contents]
+            return [prompts.one_turn(text, tail, self.gap) for text in self.contents]
         if len(self.messages) == 1 and self.messages[0].role == "user":
-            return [prompts.one_turn(self.messages[0].content, tail)]
-        return [templated([message.turn() for message in self.messages], tail, "messages")]
+            return [prompts.one_turn(self.messages[0].content, tail, self.gap)]
+        return [templated([message.turn() for message in self.messages], tail, "messages", self.gap)]
 
     def wanted_grammar(self) -> Grammar | None:
         """See FormatFields; a thought comes first and is free."""
@@ -70,9 +70,9 @@ class V3Body(V1Body):
         return after_thought(wanted) if wanted is not None and self.enable_think else wanted
 
 
-def templated(turns: list[Turn], tail: str, field: str) -> str:
+def templated(turns: list[Turn], tail: str, field: str, gap: str) -> str:
     """A conversation with an open answer. Raises InvalidRequest naming `field` when nobody says anything."""
-    prompt = prompts.conversation(turns, tail)
+    prompt = prompts.conversation(turns, tail, gap)
     if prompt == tail:
         raise InvalidRequest(f"Empty prompt: no text in {field}", param=field)
     return prompt

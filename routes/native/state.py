@@ -257,7 +257,8 @@ async def status(context: RequestContext) -> Response:
             offset=body.offset,
             limit=body.limit,
             responses=body.responses,
-        )
+        ),
+        context.model,
     )
     sessions: list[dict[str, Any]] = []
     for start in range(0, len(page.sessions), DESCRIBED_AT_ONCE):
@@ -297,7 +298,9 @@ async def delete(context: RequestContext) -> Response:
     """POST /state/delete: forget a session everywhere."""
     body = validate(DeleteBody, context.body)
     name = body.name(context.config)
-    deleted = await context.app.execute(Delete(namespace=context.namespace, name=name, prefix=body.delete_prefix))
+    deleted = await context.app.execute(
+        Delete(namespace=context.namespace, name=name, prefix=body.delete_prefix), context.model
+    )
     if not deleted.found and not body.delete_prefix:
         return json_reply({"status": "not_found", "message": f"Session {name} not found in database"}, 404)
     return json_reply({"status": "success", "message": f"Session {name} deleted successfully"})
@@ -309,7 +312,7 @@ async def fork(context: RequestContext) -> Response:
     command = Fork(
         namespace=context.namespace, name=body.name(context.config), copies=body.names(context.config), version=body.version
     )
-    return success(await context.app.execute(command))
+    return success(await context.app.execute(command, context.model))
 
 
 async def rewind(context: RequestContext) -> Response:
@@ -318,7 +321,7 @@ async def rewind(context: RequestContext) -> Response:
     command = Rewind(
         namespace=context.namespace, name=body.name(context.config), version=body.version, expect_version=body.expect_version
     )
-    return success(await context.app.execute(command))
+    return success(await context.app.execute(command, context.model))
 
 
 def success(page: Page) -> Response:
@@ -333,7 +336,7 @@ async def export(context: RequestContext) -> Response:
     async with transfers:
         with ScratchFile(context.app.folder) as file:
             page = await context.app.execute(
-                Export(namespace=context.namespace, name=name, path=str(file), version=body.version)
+                Export(namespace=context.namespace, name=name, path=str(file), version=body.version), context.model
             )
             data = await asyncio.to_thread(file.read_bytes)
     headers = {"Content-Disposition": 'attachment; filename="session.rwkvstate"'}
@@ -354,7 +357,7 @@ async def import_file(context: RequestContext) -> Response:
                 raise no_room(error) from None
             return success(
                 await context.app.execute(
-                    Import(namespace=context.namespace, name=name, path=str(file), overwrite=body.overwrite)
+                    Import(namespace=context.namespace, name=name, path=str(file), overwrite=body.overwrite), context.model
                 )
             )
 

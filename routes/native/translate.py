@@ -220,7 +220,7 @@ class Work:
         return self.placeholders.found(paragraph.text) == self.placeholders.found(text)
 
     def _key(self, paragraph: Paragraph) -> tuple:
-        info = self.app.client.info
+        info = self.context.model.info
         return (*paragraph, self.placeholders.key, self.context.namespace, info.fingerprint if info else "")
 
     async def _generate(self, wanted: list[Paragraph]) -> dict[Paragraph, str | RwkvBatchError]:
@@ -234,7 +234,7 @@ class Work:
         many = languages.LANGUAGES[self.target].script in languages.MANY_TOKENS
         texts = [prompts.translation(names[p.source], names[p.target], p.text) for p in wanted]
         rows: dict[int, list[tuple[Paragraph, list[int]]]] = {}
-        for paragraph, ids in zip(wanted, await self.app.encode(texts, self.field), strict=True):
+        for paragraph, ids in zip(wanted, await self.app.encode(self.context, texts, self.field), strict=True):
             limit = token_limit(len(ids), self.context.config.translate_ratio, many=many)
             rows.setdefault(min(limit, self.context.config.max_tokens_limit), []).append((paragraph, ids))
         stops = [stop.encode() for stop in prompts.translation_stops(sorted(set(names.values())))]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from routes.http.context import RequestContext
 from routes.http.http_app import HttpApp
 from routes.http.replies import Response
+from routes.http.served import ServedModel
 from routes.http.streams import FormatEvent, StreamingAnswer
 from rwkv_batch.errors import InvalidRequest, RwkvBatchError
 from rwkv_batch.request import Event, Request
@@ -22,8 +23,8 @@ class OfflineApp(HttpApp):
     prompt_tokens = 0
     tokens = 0
 
-    def _check_room(self) -> None:
-        self.client.check()
+    def _check_room(self, model: ServedModel) -> None:
+        model.engines.check()
 
     async def stream(self, context: RequestContext, request: Request, format_event: FormatEvent) -> StreamingAnswer:
         """Nobody reads while it is written. Raises InvalidRequest."""

@@ -133,7 +133,7 @@ class Pipeline:
 
     async def _engine(self) -> None:
         """Wait for an engine that takes requests, and for the tokenizer; no longer than until the end is near."""
-        while not (self.stopping or (self.app.client.ready and self.app.tokenizer is not None)):
+        while not (self.stopping or (self.app.client.ready and self.app.models.default.tokenizer is not None)):
             await asyncio.sleep(TICK_SECONDS / 2)
 
     # --- a line ---

@@ -18,7 +18,7 @@ FOREVER = "2318-01-01T00:00:00Z"  # until when the model stays loaded
 
 def info_of(context: RequestContext) -> EngineInfo:
     """What is known of the model; little while it loads."""
-    return context.app.client.info or EngineInfo(model=context.model_name)
+    return context.model.info or EngineInfo(model=context.model_name)
 
 
 def short(number: int) -> str:

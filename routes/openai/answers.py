@@ -42,11 +42,11 @@ class Formatter:
     chunk_name = ""
 
     def __init__(self, context: RequestContext, body: GenerationBody, request: Request):
-        info = context.app.client.info
+        info = context.model.info
         self.num_choices = request.num_rows
         self.num_copies = request.copies
         self.hidden = {0, *request.stop_ids}
-        self.vocabulary = Vocabulary(context.app.tokenizer.token_bytes)
+        self.vocabulary = Vocabulary(context.model.tokenizer.token_bytes)
         self.finishes: dict[int, Finish] = {}
         self.error: RwkvBatchError | None = None
         self.tells_usage = body.stream_options.include_usage

@@ -76,7 +76,12 @@ class Prompted(ThinkingFields, ToolFields):
     def prompt_of(self, turns: list[Turn]) -> str:
         """A conversation with an open answer."""
         told = [Turn("system", self.toolbox.text())] if self.tells_tools else []
-        return prompts.conversation([*self._with_length(turns), *told], self.tail())
+        return prompts.conversation([*self._with_length(turns), *told], self.tail(), self.gap)
+
+    @property
+    def gap(self) -> str:
+        """What stands between the turns."""
+        return prompts.GAP
 
     def tail(self) -> str:
         """How the prompt ends."""

@@ -32,8 +32,9 @@ async def count(context: RequestContext) -> Response:
     body = read(ResponseBody, context.body)
     if body.previous_response_id is not None:
         raise InvalidRequest("previous_response_id: only a first turn is counted", param="previous_response_id")
-    texts = await off_loop(context.body_bytes, body.checked_texts, context.config)
-    (ids,) = await context.app.encode(texts, "input")
+    told = body.of_model(context.model.entry.defaults)
+    texts = await off_loop(context.body_bytes, told.checked_texts, context.config)
+    (ids,) = await context.app.encode(context, texts, "input")
     return json_reply({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
@@ -41,7 +42,7 @@ async def delete(context: RequestContext) -> Response:
     """DELETE responses/{id}: forget the state."""
     name = context.params["response"]
     command = Delete(namespace=context.namespace, name=name)
-    deleted = name.startswith(PREFIX + "_") and (await context.app.execute(command)).found
+    deleted = name.startswith(PREFIX + "_") and (await context.app.execute(command, context.model)).found
     return json_reply({"id": name, "object": "response", "deleted": deleted})
 
 

@@ -226,6 +226,8 @@ class GenerationBody(PromptsBody, FormatFields):
         """All that end a row. Without `stop_tokens` those of the route count, but not beside `ignore_eos`."""
         given = "stop_tokens" in self.model_fields_set
         own = self.stop_tokens if given else [] if self.ignore_eos else self.default_stops
+        if own is self.default_stops and own and self._end and not self.stop:
+            own = [*own, self._end]
         merged = self.model_copy(update={"stop_tokens": [*own, *self.stop, *self.stop_token_ids]})
         return super(GenerationBody, merged).stops(config)
 

@@ -54,15 +54,15 @@ class TemplateBody(Body, Conversation):
 
 async def tokenize(context: RequestContext) -> Response:
     """POST tokenize: the ids of a text, as completions would be fed it."""
-    body = read(TokenizeBody, context.body)
+    body = read(TokenizeBody, context.body).of_model(context.model.entry.defaults)
     ids, text = await off_loop(context.body_bytes, body.text)
     if text:
-        ids += (await context.app.encode([text], "prompt"))[0]
+        ids += (await context.app.encode(context, [text], "prompt"))[0]
     if len(ids) > context.config.max_prompt_tokens:
         raise InvalidRequest(f"prompt: at most {context.config.max_prompt_tokens} tokens", param="prompt")
     answer = {"count": len(ids), "max_model_len": context.config.max_prompt_tokens, "tokens": ids, "token_strs": None}
     if body.return_token_strs:
-        vocabulary = Vocabulary((await context.app.loaded_tokenizer()).token_bytes)
+        vocabulary = Vocabulary((await context.app.loaded_tokenizer(context.model)).token_bytes)
         answer["token_strs"] = [vocabulary.name(token) for token in ids]
     return json_reply(answer)
 
@@ -78,13 +78,13 @@ async def detokenize(context: RequestContext) -> Response:
             pieces.append([])
         else:
             pieces[-1].append(token)
-    text = END_TEXT.join(map((await context.app.loaded_tokenizer()).decode, pieces))
+    text = END_TEXT.join(map((await context.app.loaded_tokenizer(context.model)).decode, pieces))
     return json_reply({"prompt": text, "content": text})
 
 
 async def tokenizer_info(context: RequestContext) -> Response:
     """GET tokenizer_info: what evaluation tools ask first."""
-    tokenizer = await context.app.loaded_tokenizer()
+    tokenizer = await context.app.loaded_tokenizer(context.model)
     return json_reply(
         {
             "tokenizer_class": f"RWKV {tokenizer.name}",
@@ -103,5 +103,7 @@ async def tokenizer_info(context: RequestContext) -> Response:
 
 async def apply_template(context: RequestContext) -> Response:
     """POST apply_template: the prompt that a conversation becomes."""
-    prompt = await off_loop(context.body_bytes, read(TemplateBody, context.body).templated)
+    prompt = await off_loop(
+        context.body_bytes, read(TemplateBody, context.body).of_model(context.model.entry.defaults).templated
+    )
     return json_reply({"prompt": prompt})

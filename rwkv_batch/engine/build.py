@@ -44,7 +44,7 @@ from rwkv_batch.model import checkpoint, reference_ops
 from rwkv_batch.model import weights as weights_module
 from rwkv_batch.model.adapters import adapter_file
 from rwkv_batch.model.adapters.adapter import Adapter
-from rwkv_batch.model.architectures import NEWEST, architecture_of, model_class
+from rwkv_batch.model.architectures import model_class
 from rwkv_batch.model.packed_rows import CapturedRows
 from rwkv_batch.model.quantized import PLAIN, Quantisation
 from rwkv_batch.model.quantized_file import Stored, described, stored_as
@@ -54,6 +54,7 @@ from rwkv_batch.request import Failure, Progress
 from rwkv_batch.scheduling.plan import SCORED_TOKENS
 from rwkv_batch.scheduling.prefix_cache import PrefixCache
 from rwkv_batch.scheduling.scheduler import Scheduler
+from rwkv_batch.served.architectures import NEWEST, architecture_of
 from rwkv_batch.sessions import postgres, remote, sqlite
 from rwkv_batch.sessions.pool import StatePool
 from rwkv_batch.sessions.state_file import StateFile

@@ -3,7 +3,8 @@
 Row text is `" w0 w1 w2 …"`, one word a token, so that clients can check order and completeness. Slots, queue, cancel and drain
 behave as in the engine loop. `RWKV_BATCH_FAULT` breaks it on purpose: `hang:N`, `crash:N`, `fail:N`, `row:N` act when the Nth
 request (from 1) is in its third step: stop stepping, abort the process, fail the request, end its first row with an error.
-`poison:N` aborts the process in the first step of any request whose first prompt has the token N.
+`poison:N` aborts the process in the first step of any request whose first prompt has the token N. `start:NAME` has the engine
+of a model of this name load until it is killed.
 """
 
 import collections
@@ -60,9 +61,10 @@ class StubEngine:
         prefill_budget: int = 4096,
         queue: int = 512,
         fault: str = "",
+        model: str = "fake",
     ):
         self.info = EngineInfo(
-            model="fake", device="none", dtype="none", vocab_size=256, slots=slots, prefill_budget=prefill_budget
+            model=model, device="none", dtype="none", vocab_size=256, slots=slots, prefill_budget=prefill_budget
         )
         self.deliver = deliver
         self.step_seconds = step_seconds
@@ -239,11 +241,15 @@ class StubEngine:
 
 def build_stub(config: Config, deliver: Callable[[dict[bytes, list[Event]]], None]) -> StubEngine:
     """The stub in place of an engine loop, paced by `config.fake_engine` milliseconds."""
+    fault = os.environ.get("RWKV_BATCH_FAULT", "")
+    while fault == f"start:{config.model_name}":
+        time.sleep(1)
     return StubEngine(
         deliver,
         step_seconds=(config.fake_engine or 0) / 1000,
         slots=config.slots or 320,
         prefill_budget=config.prefill_budget or 4096,
         queue=config.queue,
-        fault=os.environ.get("RWKV_BATCH_FAULT", ""),
+        fault="" if fault.startswith("start:") else fault,
+        model=config.model_name,
     )

@@ -6,8 +6,8 @@ from typing import Any
 
 from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.ipc.link import Pace, SessionAnswer
-from rwkv_batch.ipc.loop import LinkLoop, refuse_in
-from rwkv_batch.ipc.messages import PHASES, Ask, EngineInfo, Execute, Live, Seat, Submit
+from rwkv_batch.ipc.loop import Among, LinkLoop, best_phase, first_info, refuse_in, sum_of_stats
+from rwkv_batch.ipc.messages import Ask, EngineInfo, Execute, Live, Seat, Submit
 from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.request import Event, Request
 from rwkv_batch.session_messages import SessionCommand
@@ -45,7 +45,7 @@ class EngineClient(LinkLoop):
     @property
     def phase(self) -> str:
         """That of the engine that is best off."""
-        return min((link.phase for link in self.links), key=PHASES.index, default="lost")
+        return best_phase(self.links)
 
     @property
     def ready(self) -> bool:
@@ -55,16 +55,12 @@ class EngineClient(LinkLoop):
     @property
     def info(self) -> EngineInfo | None:
         """What the first engine is that has introduced itself."""
-        return next((link.info for link in self.links if link.info is not None), None)
+        return first_info(self.links)
 
     @property
     def stats(self) -> dict[str, int | float]:
         """The figures of all engines, added up."""
-        total: dict[str, int | float] = {}
-        for link in self.links:
-            for name, value in link.stats.items():
-                total[name] = total.get(name, 0) + value
-        return total
+        return sum_of_stats(self.links)
 
     def start(self) -> None:
         """Begin to connect."""
@@ -93,11 +89,15 @@ class EngineClient(LinkLoop):
         ended: Callable[[], None] | None = None,
         endpoint: str = "",
         given_id: str = "",
+        among: Among = None,
     ) -> Ticket:
-        """Send a request. Raises Unavailable; a refusal by the engine comes as Failure in the ticket's queue."""
-        self.check()
+        """Send a request to one of these engines.
+
+        Raises Unavailable; a refusal by the engine comes as Failure in the ticket's queue.
+        """
+        refuse_in(best_phase(self.links_of(among)))
         ticket = Ticket(self._cancel, request, format_event)
-        ticket.answered, ticket.ended = answered, ended
+        ticket.answered, ticket.ended, ticket.among = answered, ended, among
         self._outbox.append((ticket, Submit(request, endpoint, given_id)))
         self._bell.ring()
         return ticket
@@ -107,13 +107,13 @@ class EngineClient(LinkLoop):
         self._asked.append((question, answer))
         self._bell.ring()
 
-    def execute(self, command: SessionCommand, answer: Callable[[SessionAnswer], None]) -> None:
-        """Carry out a command about sessions. Raises Unavailable.
+    def execute(self, command: SessionCommand, answer: Callable[[SessionAnswer], None], among: Among = None) -> None:
+        """Carry out a command about sessions of these engines. Raises Unavailable.
 
         `answer` is called once in the client's thread, with a Failure if the engine is lost.
         """
-        self.check()
-        self._commands.append((Execute(secrets.token_hex(8), command), answer))
+        refuse_in(best_phase(self.links_of(among)))
+        self._commands.append((Execute(secrets.token_hex(8), command), answer, among))
         self._bell.ring()
 
     def fail_all(self, error: RwkvBatchError) -> None:

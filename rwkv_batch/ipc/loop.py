@@ -6,13 +6,14 @@ No send ever waits: an engine that is gone or does not read loses the tickets it
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import zmq
 
 from rwkv_batch.errors import EngineFailed, NotBegun, RwkvBatchError, Unavailable
 from rwkv_batch.ipc.link import EngineLink, Pace, Part, SessionAnswer
 from rwkv_batch.ipc.messages import (
+    PHASES,
     Accepted,
     Ask,
     Batch,
@@ -33,6 +34,9 @@ from rwkv_batch.ipc.waker import Bell, call_back
 from rwkv_batch.request import Event, Failure
 
 log = logging.getLogger(__name__)
+
+
+Among = Collection[int] | None  # numbers of the engines that are meant, None = all
 
 
 class Question:
@@ -73,7 +77,7 @@ class LinkLoop:
         self._cancelled: deque[Ticket] = deque()
         self._asked: deque[tuple[Ask, Callable[[list[Live]], None]]] = deque()
         self._questions: dict[str, Question] = {}
-        self._commands: deque[tuple[Execute, Callable[[SessionAnswer], None]]] = deque()
+        self._commands: deque[tuple[Execute, Callable[[SessionAnswer], None], Among]] = deque()
         self._parts: dict[str, list[tuple[EngineLink, Part]]] = {}  # of each ticket
         self._router = Router(number)
         self._bell = Bell()
@@ -128,6 +132,10 @@ class LinkLoop:
         for link in known.values():
             self._end(link)
 
+    def links_of(self, among: Among) -> list[EngineLink]:
+        """The links to these engines."""
+        return self.links if among is None else [link for link in self.links if link.seat.index in among]
+
     def _lose(self, link: EngineLink, why: str) -> None:
         """A connection has no future: what the engine had fails."""
         if link.phase in ("ready", "draining"):  # why one that is still loading ends, it says itself
@@ -156,8 +164,7 @@ class LinkLoop:
         while self._asked:
             self._put(*self._asked.popleft())
         while self._commands:
-            message, answer = self._commands.popleft()
-            self._execute(message, answer)
+            self._execute(*self._commands.popleft())
         while self._cancelled:
             ticket = self._cancelled.popleft()
             self.tickets.pop(ticket.request_id, None)
@@ -172,7 +179,7 @@ class LinkLoop:
         """Send a request to the engine that is to have it."""
         self.tickets[ticket.request_id] = ticket
         try:
-            link = self._router.link_for(message.request, self.links)
+            link = self._router.link_for(message.request, self.links_of(ticket.among))
             refuse_in(link.phase if link is not None else "lost")
         except RwkvBatchError as error:
             self._pass_on(ticket, Failure.of(ticket.request_id, error))
@@ -190,9 +197,10 @@ class LinkLoop:
         for link in asked:
             link.send(question)
 
-    def _execute(self, message: Execute, answer: Callable[[SessionAnswer], None]) -> None:
+    def _execute(self, message: Execute, answer: Callable[[SessionAnswer], None], among: Among) -> None:
         """Send a command to the engine that has the session."""
-        link = self._router.home(message.command.namespace, getattr(message.command, "name", None), self.links)
+        links = self.links_of(among)
+        link = self._router.home(message.command.namespace, getattr(message.command, "name", None), links)
         try:
             refuse_in(link.phase if link is not None else "lost")
             if not link.send(message):
@@ -257,6 +265,25 @@ class LinkLoop:
                 self.tickets[ticket.request_id] = ticket
         for ticket in list(self.tickets.values()):
             self._pass_on(ticket, Failure.of(ticket.request_id, error))
+
+
+def best_phase(links: Iterable[EngineLink]) -> str:
+    """The phase of the engine that is best off."""
+    return min((link.phase for link in links), key=PHASES.index, default="lost")
+
+
+def first_info(links: Iterable[EngineLink]) -> EngineInfo | None:
+    """What the first of these engines is that has introduced itself."""
+    return next((link.info for link in links if link.info is not None), None)
+
+
+def sum_of_stats(links: Iterable[EngineLink]) -> dict[str, int | float]:
+    """The figures of these engines, added up."""
+    total: dict[str, int | float] = {}
+    for link in links:
+        for name, value in link.stats.items():
+            total[name] = total.get(name, 0) + value
+    return total
 
 
 def refuse_in(phase: str) -> None:

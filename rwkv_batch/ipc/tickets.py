@@ -1,7 +1,7 @@
 """What a caller holds of a request in progress: its events, their reader, and the way to cancel it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from queue import SimpleQueue
 from typing import Any
 
@@ -51,6 +51,8 @@ class Ticket:
     answered  called once in the client's thread when the request was accepted or refused, see `accepted` and `failure`
     ended     called once in the client's thread after END was queued
 
+    among     numbers of the engines that may have it, None = all
+
     `format_event` runs in the client's thread and must be quick; without one the events themselves are queued.
     `on_cancel` is called with the ticket when it is cancelled, in any thread.
     """
@@ -59,6 +61,7 @@ class Ticket:
 
     def __init__(self, on_cancel: Callable[["Ticket"], None], request: Request, format_event: Callable[[Event], Any] | None):
         self.request_id = request.id
+        self.among: Collection[int] | None = None
         self.reader = Reader()
         self.format_event = format_event
         self.open_rows = request.num_rows

@@ -1,9 +1,8 @@
-"""Which architecture a checkpoint is of, by the names of its tensors, the modules that read and run it, and what all share.
+"""The modules that read and run checkpoints of each architecture, and what all share.
 
 Another architecture is a folder beside `rwkv6`, and a line in RUNNABLE and in LAYOUTS.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from importlib import import_module
 from types import ModuleType
@@ -15,28 +14,10 @@ from rwkv_batch.errors import CheckpointError
 from rwkv_batch.model import quantized
 from rwkv_batch.model.quantized import PLAIN, Quantisation
 from rwkv_batch.model.weight import Weight
+from rwkv_batch.served.architectures import RUNNABLE, architecture_of
 
-RUNNABLE = {"RWKV-7": "rwkv_batch.model.rwkv7", "RWKV-6": "rwkv_batch.model.rwkv6.forward"}  # modules with a class `Model`
 # Modules with `shape_of`, which tells a `Shape` from published tensors, and `take_layer`, which makes a layer of them.
 LAYOUTS = {"RWKV-7": "rwkv_batch.model.weights", "RWKV-6": "rwkv_batch.model.rwkv6.weights"}
-MARKS = {  # how a tensor's name ends that no other architecture has
-    ".att.r_k": "RWKV-7",
-    ".att.time_maa_x": "RWKV-6",
-    ".att.time_mix_g": "RWKV-5",
-    ".att.time_first": "RWKV-4",
-}
-NEWEST = "RWKV-7"
-
-
-def architecture_of(tensors: Iterable[str], name: str) -> str:
-    """Return the architecture of a checkpoint with such tensors; CheckpointError, naming it, where it cannot be run.
-
-    A checkpoint without a mark is taken for the newest one: what reads that says what is missing.
-    """
-    found = next((MARKS[mark] for mark in MARKS if any(key.endswith(mark) for key in tensors)), NEWEST)
-    if found not in RUNNABLE:
-        raise CheckpointError(f"{name}: an {found} checkpoint; what runs here: {', '.join(RUNNABLE)}")
-    return found
 
 
 def layout_of(architecture: str) -> ModuleType:

@@ -18,12 +18,13 @@ from tqdm import tqdm
 from rwkv_batch.errors import CheckpointError
 from rwkv_batch.model import quantized, quantized_file
 from rwkv_batch.model.adapters.adapter import Adapter, Merge
-from rwkv_batch.model.architectures import BaseLayer, Shape, architecture_of, dims_of, layout_of, num_layers_of
+from rwkv_batch.model.architectures import BaseLayer, Shape, dims_of, layout_of, num_layers_of
 from rwkv_batch.model.checkpoint import find_checkpoint, one_line, read_file
 from rwkv_batch.model.quantized import PLAIN, Quantisation
 from rwkv_batch.model.quantized_file import SCALES, Stored
 from rwkv_batch.model.tensor_reader import SPLIT, TensorReader
 from rwkv_batch.model.weight import Weight
+from rwkv_batch.served.architectures import architecture_of
 
 HEAD_SIZE = 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,5 +1,7 @@
 """The models that a server has, and orders to load and remove one, as HTTP processes and supervisor tell them each other."""
 
+from typing import Any
+
 import msgspec
 
 
@@ -74,3 +76,4 @@ class Loaded(msgspec.Struct, frozen=True):
     fingerprint: str = ""
     quant: str = ""
     weight_bytes: int = 0
+    adapters: list[dict[str, Any]] = []

@@ -18,6 +18,7 @@ import msgspec
 
 from rwkv_batch.config import Config
 from rwkv_batch.ipc.messages import Seat
+from rwkv_batch.served.models import ModelTable
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class Birth(msgspec.Struct):
     seats      where the engines are
     cpus       those it is to stay on; none = all
     arguments  what its role is told beside the settings
+    models     which the engines run, for processes that send them requests
     """
 
     config: Config
@@ -40,6 +42,7 @@ class Birth(msgspec.Struct):
     seats: list[Seat] = []
     cpus: list[int] = []
     arguments: list[str] = []
+    models: ModelTable | None = None
 
 
 class Child:
@@ -58,6 +61,7 @@ class Child:
         seats: Sequence[Seat] = (),
         environ: Mapping[str, str] | None = None,
         cpus: Sequence[int] = (),
+        models: ModelTable | None = None,
     ):
         self.role = role
         self.index = index
@@ -82,7 +86,9 @@ class Child:
                 self.socket.close()
                 raise
         with contextlib.suppress(OSError):  # it has ended already: the next turn finds it dead
-            birth = Birth(config, str(folder), index, os.getpid(), engine_ready, list(seats), list(cpus), list(arguments))
+            birth = Birth(
+                config, str(folder), index, os.getpid(), engine_ready, list(seats), list(cpus), list(arguments), models
+            )
             self.socket.sendall(msgspec.json.encode(birth) + b"\n")
         self.socket.setblocking(False)
 
@@ -104,9 +110,9 @@ class Child:
         """Send "drain" or "stop"; a dead child does not mind."""
         self._send(word.encode())
 
-    def tell(self, seats: Sequence[Seat]) -> None:
-        """Say where the engines are now."""
-        self._send(b"seats " + msgspec.json.encode(seats))
+    def tell(self, word: str, what: Any) -> None:
+        """Say something that has more to it than a word, see `control.HEARD`."""
+        self._send(word.encode() + b" " + msgspec.json.encode(what))
 
     def _send(self, line: bytes) -> None:
         with contextlib.suppress(OSError):

@@ -18,6 +18,8 @@ import msgspec
 from rwkv_batch import metrics
 from rwkv_batch.config import Config
 from rwkv_batch.ipc.messages import Seat
+from rwkv_batch.request import Failure
+from rwkv_batch.served.models import Loaded, ModelTable
 from rwkv_batch.server import lines
 from rwkv_batch.server.child import Birth, key_of
 from rwkv_batch.server.exit_codes import EXIT_ENGINE
@@ -25,6 +27,15 @@ from rwkv_batch.server.exit_codes import EXIT_ENGINE
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.5  # between two signs of life of a child
+
+
+# What the supervisor says beside single words: where the engines are now, which models they run, and what came of an order.
+HEARD = {
+    "seats": list[Seat],
+    "models": ModelTable,
+    "loaded": tuple[str, Loaded],
+    "failed": tuple[str, Failure],
+}
 
 
 class Control:
@@ -50,14 +61,14 @@ class Control:
             self._socket.send(b"\n", socket.MSG_DONTWAIT)
 
     def listen(self, orders: dict[str, Callable[..., None]]) -> None:
-        """Obey in a thread; when the supervisor is gone, end this process. "seats" is called with where the engines are now."""
+        """Obey in a thread; when the supervisor is gone, end this process. HEARD says what some are called with."""
 
         def run() -> None:
             with contextlib.suppress(OSError):
                 for line in self._lines:
                     word, _, rest = line.decode().strip().partition(" ")
                     if word in orders:  # the end of an engine's seat is nothing to an engine
-                        orders[word](*([msgspec.json.decode(rest, type=list[Seat])] if rest else []))
+                        orders[word](*([msgspec.json.decode(rest, type=HEARD[word])] if rest else []))
             lines.leave(1)
 
         threading.Thread(target=run, name="control", daemon=True).start()

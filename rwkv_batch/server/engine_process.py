@@ -10,8 +10,9 @@ import threading
 import time
 
 from rwkv_batch import metrics
-from rwkv_batch.errors import CheckpointError, UsageError
+from rwkv_batch.errors import CheckpointError, EngineFailed, NoMemory, RwkvBatchError, UsageError
 from rwkv_batch.ipc.server import EngineServer
+from rwkv_batch.request import Failure
 from rwkv_batch.server import lines
 from rwkv_batch.server.control import BEAT_SECONDS, Control, address_in
 from rwkv_batch.server.exit_codes import EXIT_ENGINE, EXIT_LOST, EXIT_USAGE
@@ -55,8 +56,12 @@ def run(control: Control) -> int:
 
             core = build_engine_loop(config, server.deliver, path_in(control.folder) if config.has_store else None)
     except (UsageError, CheckpointError) as error:
+        control.report("failed", failure=Failure.of("", error))
         print(f"error: {error.message}", file=sys.stderr, flush=True)
         return EXIT_USAGE
+    except Exception as error:
+        control.report("failed", failure=Failure.of("", without_memory(error)))
+        raise
     server.attach(core)
     control.report("ready", info=core.info)
     try:
@@ -67,6 +72,13 @@ def run(control: Control) -> int:
     if not stopping.is_set():
         return EXIT_ENGINE
     return EXIT_LOST if core.lost_sessions else 0
+
+
+def without_memory(error: Exception) -> RwkvBatchError:
+    """What is told of a fault that ended the start: that memory was short, where it was, else that it failed."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # that of torch
+        return NoMemory("the engine ran out of memory while it started: " + " ".join(str(error).split())[:300])
+    return EngineFailed("the engine failed while it started; its log says how")
 
 
 def stay_on(cpus: list[int]) -> None:

@@ -64,3 +64,10 @@ def engine_on(
     config = replace(config, device="cpu" if device == "cpu" else "cuda:0")
     near = devices.cpus_near(device, environ) if device != "cpu" and config.pin_engines else set()
     return SupervisedEngine(seat, config, devices.card_environ(device, environ), sorted(near))
+
+
+def engine_in(place: int, index: int, config: Config, server: Config, folder: Path) -> SupervisedEngine:
+    """An engine of a further model, with the model's settings, where the one of that place of the server's own model is."""
+    if server.engine_devices:
+        return engine_on(server.engine_devices[place], index, config, folder)
+    return SupervisedEngine(Seat(index=index, address=address_in(folder, index)), config)

@@ -28,6 +28,7 @@ from rwkv_batch.server.claims import claim_port, make_folder
 from rwkv_batch.server.control import set_up_logging
 from rwkv_batch.server.engines import Crashes, SupervisedEngine, engines_of
 from rwkv_batch.server.exit_codes import EXIT_CRASHES, EXIT_LOST, EXIT_USAGE
+from rwkv_batch.server.models.processes import ModelProcesses
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Supervisor:
         self.code = 0  # of an orderly end so far
         self.watched = time.monotonic()
         self.selector = selectors.DefaultSelector()
+        self.models = ModelProcesses(self)
 
     @property
     def num_fronts(self) -> int:
@@ -108,14 +110,11 @@ class Supervisor:
         """Tell the processes before the engines where those are now."""
         for child in self.children:
             if child.role == self.front:
-                child.tell(self.seats)
+                child.tell("seats", self.seats)
 
     def run(self) -> int:
         """Start everything, watch it, stop it; returns the exit code."""
-        waker, wake = socket.socketpair()
-        for end in (waker, wake):
-            end.setblocking(False)
-        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        waker, _wake = sockets_of_signals()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, frame: self.signals.append(number))
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
@@ -135,11 +134,7 @@ class Supervisor:
                         with contextlib.suppress(BlockingIOError):
                             waker.recv(64)
         finally:
-            for child in self.children:
-                child.process.kill()
-            for child in self.children:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.process.wait(KILL_SECONDS)
+            kill(self.children)
 
     def turn(self) -> int | None:
         """Look at everything once; returns the exit code when it is time to go."""
@@ -151,6 +146,7 @@ class Supervisor:
                     self.stop()
                 return code
         now = time.monotonic()
+        self.models.look(now)
         if self.hung_up and self.draining_until is None:  # a terminal may say so twice, and systemd does behind SIGTERM
             self.drain(now)
         if self.signals:
@@ -191,9 +187,11 @@ class Supervisor:
         """Start one process."""
         engine_ready = any(engine.ready for engine in self.engines.values())
         engine = self.engines[index] if role == "engine" else None
-        own = {"environ": engine.environ, "cpus": engine.cpus} if engine is not None else {}
+        own = {"environ": engine.environ, "cpus": engine.cpus} if engine is not None else {"models": self.models.keeper.table}
         config = engine.config if engine is not None else self.config
         child = Child(self.program, role, index, config, self.folder, engine_ready, self.arguments, seats=self.seats, **own)
+        if role == self.front:
+            self.models.keeper.born(child)
         self.children.append(child)
         self.selector.register(child.socket, selectors.EVENT_READ)
 
@@ -207,11 +205,14 @@ class Supervisor:
                 engine.ready, engine.info = True, msgspec.convert(report["info"], EngineInfo)
                 if self.announced:
                     log.warning("%s is %s", child.name, "back" if back else "there")
+                self.models.keeper.ready(child.index, engine.info, time.monotonic())
             self.announce_once()
         elif report["event"] == "idle":
             child.idle = True
             if child.role == "engine" and child.index in self.engines and self.engines[child.index].leaving:
                 child.order("stop")
+        else:
+            self.models.hear(child, report, time.monotonic())
 
     def announce_once(self) -> None:
         """Say that all are ready, as soon as they are; an engine that was given up is not waited for."""
@@ -224,16 +225,16 @@ class Supervisor:
 
     def bury(self, child: Child, status: int) -> int | None:
         """A child has ended: decide whether and when it starts again; returns the exit code when the server must end."""
+        for report in child.reports():  # what it said last
+            self.hear(child, report)
         self.retire(child)
         engine = self.engines.get(child.index) if child.role == "engine" else None
         if child.role == "engine" and (engine is None or engine.leaving):
             if engine is not None:
                 self.forget(child.index)
+            self.models.ended(child.index, "", time.monotonic())
             return None
-        how = str(status)
-        if status < 0:
-            how = signal.Signals(-status).name if -status in list(signal.Signals) else f"SIGRT{-status}"
-        reason = f"by signal {how}" if status < 0 else f"with status {how}"
+        how, reason = way_of_ending(status)
         if self.draining_until is not None:
             log.error("%s ended %s while the server was finishing", child.name, reason)
             if engine is not None:
@@ -245,6 +246,7 @@ class Supervisor:
             return self.bury_engine(engine, child, status, reason)
         if child.role == "store":
             return self.bury_store(status, reason)
+        self.models.keeper.buried(child, now)
         # An HTTP process can be ended from outside by a malformed body, so only failing to start counts against the server,
         # and only when there is no other one that serves.
         self.failed_starts = 0 if child.ready else self.failed_starts + 1
@@ -260,6 +262,9 @@ class Supervisor:
     def bury_engine(self, engine: SupervisedEngine, child: Child, status: int, reason: str) -> int | None:
         """See `bury`. One that crashes too often is left out as long as there are others."""
         engine.ready = False
+        if self.models.ended(child.index, reason, time.monotonic()):
+            self.forget(child.index)
+            return None
         if status == EXIT_USAGE and not self.announced:
             return EXIT_USAGE
         now = time.monotonic()
@@ -272,6 +277,7 @@ class Supervisor:
             log.error("%s ended %s; %d times is too often, giving up", child.name, reason, len(engine.crashes))
             return EXIT_USAGE if status == EXIT_USAGE else EXIT_CRASHES
         log.error("%s ended %s; %d times is too often: the others go on without it", child.name, reason, len(engine.crashes))
+        self.models.given_up(child.index, now)
         self.announce_once()
         return None
 
@@ -299,6 +305,7 @@ class Supervisor:
         say(f"finishing what runs, at most {self.config.drain_seconds:g} s; a second signal stops at once")
         self.draining_from, self.draining_until = now, now + self.config.drain_seconds
         self.due.clear()
+        self.models.keeper.drain()
         for child in self.children:
             child.order("drain")
 
@@ -330,6 +337,32 @@ class Supervisor:
             if any(codes):
                 self.code = 1
         return self.code
+
+
+def kill(children: Sequence[Child]) -> None:
+    """End processes at once."""
+    for child in children:
+        child.process.kill()
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(KILL_SECONDS)
+
+
+def sockets_of_signals() -> tuple[socket.socket, socket.socket]:
+    """A socket that can be read when a signal has come, and the one that is written to then, which is to be kept."""
+    waker, wake = socket.socketpair()
+    for end in (waker, wake):
+        end.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    return waker, wake
+
+
+def way_of_ending(status: int) -> tuple[str, str]:
+    """How a process has ended, for figures and for people."""
+    if status >= 0:
+        return str(status), f"with status {status}"
+    how = signal.Signals(-status).name if -status in list(signal.Signals) else f"SIGRT{-status}"
+    return how, f"by signal {how}"
 
 
 def serve(argv: Sequence[str], environ: Mapping[str, str], program: Sequence[str]) -> int:

@@ -21,6 +21,8 @@ FUNCTION_OUTPUT = "Function output:\n"  # begins a user turn that brings a tool'
 CALL_MARK = "```json"  # begins a call of a tool
 CALL_TAIL = f"Assistant: {CALL_MARK}"  # how a prompt ends that must be answered by a call
 
+GAP = "\n\n"  # between the blocks of a conversation
+
 FIM_MARK = "✿"  # one token of the World vocabulary; the model writes another one when it does not end
 
 _THOUGHT = re.compile(r"\A\s*<?think>.*?</think>|\A\s*>.*?</think>", re.DOTALL)
@@ -46,13 +48,13 @@ def chat_tail(*, think: bool, closed: str = NO_THINK) -> str:
     return THINK if think else closed
 
 
-def one_turn(text: str, tail: str) -> str:
+def one_turn(text: str, tail: str, gap: str = GAP) -> str:
     """`text`, byte for byte, as the only turn."""
-    return f"User: {text}\n\n{tail}"
+    return f"User: {text}{gap}{tail}"
 
 
-def conversation(turns: list[Turn], tail: str) -> str:
-    """All turns and the open Assistant block.
+def conversation(turns: list[Turn], tail: str, gap: str = GAP) -> str:
+    """All turns and the open Assistant block, with `gap` between them.
 
     System texts come first, joined by a newline. Thoughts of earlier answers are left out, and so are turns without text.
     """
@@ -63,7 +65,7 @@ def conversation(turns: list[Turn], tail: str) -> str:
             text = without_thought(text)
         if role in ("user", "assistant") and (text := clean(text)):
             blocks.append(f"{role.capitalize()}: {text}")
-    return "\n\n".join([*blocks, tail])
+    return gap.join([*blocks, tail])
 
 
 def with_calls(text: str, calls: Iterable[Call]) -> str:

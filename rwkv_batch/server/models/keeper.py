@@ -1,7 +1,7 @@
 """The models of a running server: which there are, and how one comes, takes another's place, and goes. Nobody waits for it.
 
-A model is loaded by an engine process of its own. Only when that is ready are the HTTP processes told; each says when it sends
-requests there, and when the last one of the model that went has ended. Then that model's engine is stopped, and the order is
+A model is loaded by engine processes of its own. Only when these are ready are the HTTP processes told; each says when it sends
+requests there, and when the last one of the model that went has ended. Then that model's engines are stopped, and the order is
 answered. One order at a time: whatever fails until the HTTP processes are told has touched nobody.
 """
 
@@ -28,8 +28,8 @@ Answer = Callable[[Loaded | Failure], None]
 class Processes(Protocol):
     """What the keeper has the supervisor do."""
 
-    def start_engine(self, number: int) -> None:
-        """Start an engine, whose settings `ModelKeeper.configs` has."""
+    def start_engine(self, number: int, config: Config, place: int) -> None:
+        """Start an engine with these settings in one of the places that each model has, the first of which keeps sessions."""
 
     def stop_engine(self, number: int) -> None:
         """End an engine and all that it does; it is not started again. `ModelKeeper.ended` is called when it has ended."""
@@ -45,7 +45,8 @@ class Processes(Protocol):
 class Work:
     """An order that is being carried out.
 
-    coming   the engine that is started for it, None for none
+    coming   the engines that are started for it
+    ready    those of them that are
     going    what is served no longer when it is done
     table    that the HTTP processes were told, None before that
     before   the table that holds until then
@@ -57,7 +58,8 @@ class Work:
     answer: Answer
     began: float
     before: ModelTable
-    coming: int | None = None
+    coming: list[int] = field(default_factory=list)
+    ready: set[int] = field(default_factory=set)
     going: list[ModelEntry] = field(default_factory=list)
     table: ModelTable | None = None
     info: EngineInfo | None = None
@@ -78,7 +80,8 @@ class ModelKeeper:
         self.config = config
         self.processes = processes
         self.table = ModelTable(0, [ModelEntry(config.model_name, engines)])
-        self.configs = dict.fromkeys(engines, config)
+        self.configs = dict.fromkeys(engines, config)  # of all engines that are to run
+        self._places = len(engines)
         self.work: Work | None = None
         self.draining = False
         self._next = max(engines) + 1
@@ -99,35 +102,35 @@ class ModelKeeper:
             return
         self.work = work
         log.info("%s", work.described)
-        if work.coming is not None:
-            try:
-                self.processes.start_engine(work.coming)
-            except OSError as error:
-                self._fail(EngineFailed(f"no process for it could be started: {error.strerror}"))
-        else:
+        for place, number in enumerate(work.coming):
+            self.processes.start_engine(number, self.configs[number], place)
+        if not work.coming:
             self._switch([entry for entry in self.table.models if entry not in work.going], now)
 
     def ready(self, number: int, info: EngineInfo, now: float) -> None:
         """An engine is ready."""
         work = self.work
-        if work is None or work.coming != number or work.table is not None or work.stopped:
+        if work is None or number not in work.coming or work.table is not None:
             return
         work.info = info
-        entry = ModelEntry(work.order.name, [number], work.order.defaults)
+        work.ready.add(number)
+        if len(work.ready) < len(work.coming):
+            return
+        entry = ModelEntry(work.order.name, work.coming, work.order.defaults)
         if not work.going:
             self._switch([*self.table.models, entry], now)
         else:
             self._switch([entry if old in work.going else old for old in self.table.models], now)
 
     def ended(self, number: int, why: str, failure: Failure | None, now: float) -> bool:
-        """An engine has ended; returns whether that was expected or is dealt with, so that it is not started again.
+        """An engine has ended; returns whether that was waited for, or has failed an order.
 
         failure  what it said last of why it cannot start
         """
         work = self.work
         if work is None:
-            return number not in self.configs
-        if number == work.coming and not work.stopped:
+            return False
+        if number in work.coming and not work.stopped:
             self.configs.pop(number, None)
             if failure is not None:
                 self._fail(failure.exception())
@@ -140,7 +143,7 @@ class ModelKeeper:
             self.configs.pop(number, None)
             self.look(now)
             return True
-        return number not in self.configs
+        return False
 
     def holds(self, front: Front, version: int, engines: list[int], now: float) -> None:
         """An HTTP process goes by this version of the table; `engines`: what is in it no more and has its requests."""
@@ -176,8 +179,7 @@ class ModelKeeper:
             self.work.going = [other for other in self.work.going if other is not entry]
         for engine in entry.engines:
             self.configs.pop(engine, None)
-            if engine != number:
-                self.processes.stop_engine(engine)
+            self.processes.stop_engine(engine)
         self.processes.tell(self.table)
         log.error("the model %s is served no longer", entry.name)
         return True
@@ -223,8 +225,9 @@ class ModelKeeper:
             config = replace(self.config, **settings, **order.settings)
         except (UsageError, TypeError) as error:
             raise UsageError(f"model_strategy: {error}", param="model_strategy") from None
-        work.coming, self._next = self._next, self._next + 1
-        self.configs[work.coming] = config
+        work.coming = [*range(self._next, self._next + self._places)]
+        self._next += self._places
+        self.configs |= dict.fromkeys(work.coming, config)
 
     def _begin_remove(self, work: Work, order: RemoveModel) -> None:
         entry = self.table.entry(order.name)
@@ -254,16 +257,19 @@ class ModelKeeper:
             Loaded(
                 name=work.order.name, seconds=now - work.began, models=names, layers=info.layers, width=info.width,
                 parameters=info.parameters, fingerprint=info.fingerprint, quant=info.quant, weight_bytes=info.weight_bytes,
+                adapters=info.adapters,
             )
         )  # fmt: skip
 
     def _fail(self, error: RwkvBatchError) -> None:
         """Give up an order whose engine has ended: what was served before is served on."""
         work, self.work = self.work, None
-        self.configs.pop(work.coming, None)
         if work.table is not None:
             self.table = self.table.changed(work.before.models)
             self.processes.tell(self.table)
+        for number in work.coming:
+            if self.configs.pop(number, None) is not None:
+                self.processes.stop_engine(number)
         log.error("%s failed: %s", work.described, error.message)
         work.answer(Failure.of("", error))
 
