@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from rwkv_batch.checks.lambada import read_passages
 from rwkv_batch.checks.local import LocalTarget
 from rwkv_batch.checks.remote import RemoteTarget
 from rwkv_batch.checks.target import Scored, Written
-from rwkv_batch.config import Config
+from rwkv_batch.config import DEMO_FOLDER, Config
 from rwkv_batch.errors import EngineFailed, UsageError
+from rwkv_batch.model.packed_file import unpack
 from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.state import State
 from rwkv_batch.server import check_command
@@ -64,6 +66,30 @@ def test_lambada_is_what_a_slow_loop_finds(demo, passages):
     assert 0 < right < 3, "otherwise this shows little"
     assert math.isclose(found["perplexity"], math.exp(-total / 3), rel_tol=1e-4)
     assert CHECKS["lambada"](demo, file=passages, lines=2)["passages"] == 2
+
+
+@pytest.mark.long
+def test_lambada_is_what_the_rwkv_package_finds(demo, passages, tmp_path):
+    os.environ.update(RWKV_V7_ON="1", RWKV_JIT_ON="0", RWKV_CUDA_ON="0")
+    package = pytest.importorskip("rwkv.model", reason="needs the PyPI package rwkv")
+    tensors = {key: tensor.float() for key, tensor in unpack(DEMO_FOLDER / "model.rwkv").items()}
+    torch.save(tensors, tmp_path / "demo.pth")
+    peer = package.RWKV(model=str(tmp_path / "demo"), strategy="cpu fp32")
+    kept = demo._loop.engine.model.weights.output_ids  # the package also gives logits to ids that stand for nothing
+    right, total = 0, 0.0
+    for passage in read_passages(passages, demo.tokenizer):
+        logits, state = peer.forward(list(passage.before), None)
+        hits = []
+        for token in passage.word:
+            logprobs = logits[kept].log_softmax(0)
+            column = int((kept == token).nonzero())
+            hits.append(int(logprobs.argmax()) == column)
+            total += logprobs[column].item()
+            logits, state = peer.forward([token], state)
+        right += all(hits)
+    found = CHECKS["lambada"](demo, file=passages)
+    assert found["right"] == right
+    assert math.isclose(found["loss"], -total / 3, rel_tol=1e-4)
 
 
 def test_next_tokens_are_the_likeliest(demo):

@@ -51,7 +51,8 @@ class RemoteTarget:
 
     def write(self, prompts: list[str], *, max_tokens: int, noise: float, seed: int, stops: list[str]) -> Written:
         """See Target."""
-        body = {"prompts": prompts, "max_tokens": max_tokens, "temperature": 1, "noise": noise, "seed": seed}
+        body = {"model": self.model, "prompts": prompts, "max_tokens": max_tokens}
+        body |= {"temperature": 1, "noise": noise, "seed": seed}
         began = time.monotonic()
         answer = self._call("/v1/batch/completions", {**body, "stop_tokens": stops, "use_prefix_cache": False})
         seconds = time.monotonic() - began
