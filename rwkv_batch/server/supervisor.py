@@ -28,7 +28,7 @@ from rwkv_batch.server.claims import claim_port, make_folder
 from rwkv_batch.server.control import set_up_logging
 from rwkv_batch.server.engines import Crashes, SupervisedEngine, engines_of
 from rwkv_batch.server.exit_codes import EXIT_CRASHES, EXIT_LOST, EXIT_USAGE
-from rwkv_batch.server.models.processes import ModelProcesses
+from rwkv_batch.server.models.processes import ABOUT_MODELS, ModelProcesses
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class Supervisor:
             child.idle = True
             if child.role == "engine" and child.index in self.engines and self.engines[child.index].leaving:
                 child.order("stop")
-        else:
+        elif report["event"] in ABOUT_MODELS:
             self.models.hear(child, report, time.monotonic())
 
     def announce_once(self) -> None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from rwkv_batch.server.supervisor import Supervisor
 
 
+ABOUT_MODELS = ("order", "models", "failed")  # events of reports
+
+
 class ModelProcesses:
     """What the supervisor tells of its processes, and what the keeper has it do with them.
 
