@@ -236,7 +236,7 @@ class SlowApp:
     def __init__(self, size: int, window_mib: int):
         self.client = SimpleNamespace(ready=True, info=SimpleNamespace(slots=4), links=[None])
         self.config = Config(batch_window_mib=window_mib, batch_sync_seconds=0.0)
-        self.tokenizer = object()
+        self.models = SimpleNamespace(default=SimpleNamespace(tokenizer=object()))
         self.num_rows = self.begun = self.most = 0
         self.size = size
         self.first = asyncio.Event()
