@@ -42,12 +42,13 @@ from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.variants import PRODUCTS, Method
 from rwkv_batch.model import checkpoint
 from rwkv_batch.model import weights as weights_module
+from rwkv_batch.model.architectures import BaseLayer, model_class
 from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.quantized import FORMATS, PLAIN, Quantisation
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weight import Weight
-from rwkv_batch.model.weights import Layer, Weights
+from rwkv_batch.model.weights import Weights
 from rwkv_batch.text.tokenizer import Tokenizer, for_vocab
 
 W8A8 = "fp8-w8a8"
@@ -73,7 +74,7 @@ class Runner:
         self.weights = weights
         self.mode = mode
         if library is None:
-            self.model, dtypes = Model(weights), {}
+            self.model, dtypes = model_class(weights.architecture)(weights), {}
         else:
             self.ops = KernelOps(weights, Launcher(library, weights.device), max_tokens=STEP, max_rows=STEP)
             self.model = Model(weights, self.ops, "kernels")
@@ -241,9 +242,9 @@ def shard_documents(path: str, kept: list[int], vocab_size: int) -> Iterator[Doc
 def mapped(weights: Weights, change: Callable[[Weight], Weight]) -> Weights:
     """Return the model with every large matrix changed."""
 
-    def layer_of(layer: Layer) -> Layer:
+    def layer_of(layer: BaseLayer) -> BaseLayer:
         values = {field.name: getattr(layer, field.name) for field in fields(layer)}
-        return Layer(**{name: change(value) if isinstance(value, Weight) else value for name, value in values.items()})
+        return type(layer)(**{name: change(value) if isinstance(value, Weight) else value for name, value in values.items()})
 
     return replace(weights, layers=[layer_of(layer) for layer in weights.layers], head=change(weights.head))
 

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -21,8 +22,8 @@ from rwkv_batch.engine.build import tune_cpu, usable_cpus, valid_ids
 from rwkv_batch.errors import CheckpointError, RwkvBatchError
 from rwkv_batch.model import checkpoint
 from rwkv_batch.model import weights as weights_module
+from rwkv_batch.model.architectures import model_class
 from rwkv_batch.model.packed_rows import PackedRows
-from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.text.tokenizer import for_vocab
 
@@ -39,7 +40,7 @@ PROMPTS = [
 NEAR_TIE = 1e-3
 
 
-def ours(model: Model, prompt: list[int], count: int) -> tuple[list[int], list[float], float, float]:
+def ours(model: Any, prompt: list[int], count: int) -> tuple[list[int], list[float], float, float]:
     """Return (greedy ids, margins of the best over the second logit, seconds of prefill, seconds of decode)."""
     state, ids, margins = State(model.weights.shape, 1), [], []
     started = time.perf_counter()
@@ -66,6 +67,21 @@ def theirs(model, prompt: list[int], count: int) -> tuple[list[int], float, floa
     return ids, prefilled - started, time.perf_counter() - prefilled
 
 
+def load_peer(file: Path, tensors: dict[str, torch.Tensor], architecture: str) -> Any:
+    """Return the package's model, None where it is not installed."""
+    os.environ.update(RWKV_V7_ON="1" if architecture == "RWKV-7" else "0", RWKV_JIT_ON="1", RWKV_CUDA_ON="0")
+    try:
+        from rwkv.model import RWKV
+    except ImportError:
+        return None
+    peer = RWKV(model=str(file).removesuffix(".pth"), strategy="cpu fp32")
+    if architecture != "RWKV-7":  # there it rounds what it makes of the embedding to the type of the file
+        norm = (tensors[f"blocks.0.ln0.{kind}"].float() for kind in ("weight", "bias"))
+        table = tensors["emb.weight"].float()
+        peer.w["emb.weight"] = torch.nn.functional.layer_norm(table, table.shape[1:], *norm)
+    return peer
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", required=True)
@@ -73,25 +89,23 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
     tune_cpu(args.threads or usable_cpus())
-    os.environ.update(RWKV_V7_ON="1", RWKV_JIT_ON="1", RWKV_CUDA_ON="0")
-    try:
-        from rwkv.model import RWKV
-    except ImportError:
-        print("error: this comparison needs the PyPI package rwkv: pip install rwkv", file=sys.stderr)
-        return 2
     try:
         file = checkpoint.find_checkpoint(args.model_path)
         if file.suffix != ".pth":
             raise CheckpointError(f"{file}: the package rwkv reads .pth files only")
         tensors = checkpoint.read_file(file)
         tokenizer = for_vocab(weights_module.check_tensors(tensors, str(file)).vocab_size)
-        model = Model(weights_module.load(file, valid_ids=lambda vocab_size: valid_ids(tokenizer)))
+        weights = weights_module.load(file, valid_ids=lambda vocab_size: valid_ids(tokenizer))
     except RwkvBatchError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 2
-    for line in weights_module.iter_summary(model.weights):
+    model = model_class(weights.architecture)(weights)
+    for line in weights_module.iter_summary(weights):
         print(line)
-    peer = RWKV(model=str(file).removesuffix(".pth"), strategy="cpu fp32")
+    peer = load_peer(file, tensors, weights.architecture)
+    if peer is None:
+        print("error: this comparison needs the PyPI package rwkv: pip install rwkv", file=sys.stderr)
+        return 2
     wrong, seconds = 0, [0.0] * 4
     num_prompt = 0
     for text in PROMPTS:
