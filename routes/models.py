@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from routes.http.context import RequestContext
 from routes.http.replies import Response, json_reply
+from routes.http.variants import served_ids
 from routes.schemas import Body, validate
 from rwkv_batch.config import MODEL_SUFFIXES, Config
 from rwkv_batch.errors import CheckpointError, InvalidRequest
@@ -185,4 +186,4 @@ async def carry_out(context: RequestContext, order: LoadModel | RemoveModel) -> 
 
 async def index(context: RequestContext) -> Response:
     """GET /models: the names that `model` can have, as RWKV-Infer lists them."""
-    return json_reply([{"object": "models", "id": name} for name in context.app.models.names])
+    return json_reply([{"object": "models", "id": name} for name in served_ids(context)])

@@ -44,6 +44,9 @@ Names = Annotated[list[str], Field(fail_fast=True)]
 Texts = Annotated[Names, BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]  # one is a list of one
 Ids = Annotated[list[int], Field(fail_fast=True)]
 
+MAX_WEIGHTS = 32  # of states that are mixed
+Weights = Annotated[list[Annotated[float, Field(ge=-1000, le=1000)]], Field(max_length=MAX_WEIGHTS, fail_fast=True)]
+
 SLICE_BYTES = 2**17  # of a body that are looked at in one go: some milliseconds
 FIELD_BYTES = 2**20  # a larger body is not read once more to find which field is at fault
 _NOT_MARKS = bytes(set(range(256)) - set(b"[]{},:"))
@@ -105,6 +108,8 @@ class SamplingBody(Body):
     enable_think: bool = False  # read where a chat template is used
     chunk_size: int = Field(4, ge=1, le=1_048_576)
     use_prefix_cache: bool = True
+    state: str | None = Field(None, max_length=256)
+    mrss_gatingweight: Weights | None = None
 
     @field_validator("stop_tokens", mode="before")
     @classmethod

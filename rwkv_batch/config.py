@@ -91,6 +91,10 @@ class Config:
     compile: str | None = setting(
         None, "model", "plain operations through torch.compile, without a mode: max-autotune-no-cudagraphs", bare=COMPILE_MODE
     )
+    states_dir: str | None = setting(None, "model", "folder of the tuned states that requests may load, docs/models/states.md")
+    state: str | None = setting(None, "model", "tuned states to load, NAME=FILE, separated by commas", many=True)
+    max_states: int = setting(64, "model", "tuned states that may be loaded at a time", low=0, high=65536)
+    mrssmax: int = setting(4, "model", "tuned states that one answer may mix", low=1, high=31)
     threads: int = setting(0, "model", "CPU threads of the engine; 0 = automatic", low=0, high=4096)
 
     # CUDA grids have at most 65,535 blocks along y: rows of a step, or pieces of 16 of its tokens.

@@ -46,6 +46,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     copies      rows of each prompt
     prompt_logprobs  None, or how many of the most likely tokens to report at each place of the prompts beside the prompt's own
     grammar     what the text of each row must be, None = anything
+    state       what its rows begin with where no session says so: the key of a tuned state or a mix; "" = nothing
+    weights     of the states of a mix (MRSS), each row of which is as many rows that share the tokens they draw; else empty
     """
 
     id: str
@@ -62,6 +64,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     copies: int = 1
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    state: str = ""
+    weights: list[float] = []
 
     @property
     def num_rows(self) -> int:
@@ -158,6 +162,7 @@ class Sequence:
     num_sampled    samplings already put into a plan; runs one ahead of the ids the host has seen
     slot           index into the state arrays, -1 while waiting and after the end
     initial        the state to start from (a `Snapshot`), None for the empty one
+    continues      whether that is a session's, which no cached prefix leads to
     cached         leading ids of `prompt` that `initial` has seen already
     recalled       leading ids of `prompt` that are the session's: they lead from `initial` to its state
     num_waits      times it waited for a row of another request to feed what their prompts share
@@ -170,8 +175,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "adapter", "cached", "cuts", "finalizing", "forced", "index", "initial", "mask", "num_prefilled", "num_sampled",
-        "num_waits", "prompt", "recalled", "request", "resumed", "slot",
+        "adapter", "cached", "continues", "cuts", "finalizing", "forced", "index", "initial", "mask", "num_prefilled",
+        "num_sampled", "num_waits", "prompt", "recalled", "request", "resumed", "slot",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int):
@@ -182,6 +187,7 @@ class Sequence:
         self.num_sampled = 0
         self.slot = -1
         self.initial = None
+        self.continues = False
         self.cached = 0
         self.recalled = 0
         self.num_waits = 0

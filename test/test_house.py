@@ -27,6 +27,7 @@ COVERED_BY = {
     "routes/mistral": "test_fim_dialects",
     "routes/models": "test_model_routes",
     "routes/native": "test_native",
+    "routes/native/tuned": "test_variants",
     "routes/offline": "test_batch_file",
     "routes/ollama": "test_ollama",
     "routes/timed": "test_ollama",
@@ -58,6 +59,7 @@ COVERED_BY = {
     "rwkv_batch/scheduling": "test_scheduler",
     "rwkv_batch/secrets": "test_openai_adapter",
     "rwkv_batch/served": "test_served",
+    "rwkv_batch/served/variants": "test_variants",
     "rwkv_batch/server": "test_app",
     "rwkv_batch/server/models": "test_model_keeper",
     "rwkv_batch/server/batch_command": "test_batch_file",
@@ -74,6 +76,7 @@ COVERED_BY = {
     "rwkv_batch/text/json_text": "test_tool_calls",
     "rwkv_batch/text/reasoning": "test_openai_adapter",
     "rwkv_batch/text/fim_marks": "test_fim_dialects",
+    "rwkv_batch/tuned": "test_tuned_states",
     "sampling": "test_sampling",
 }
 

@@ -47,6 +47,7 @@ class FakeModels:
 
     def __init__(self, *names: str):
         self.names = list(names)
+        self.all = [SimpleNamespace(name=name, info=None) for name in names]
         self.orders: list[LoadModel | RemoveModel] = []
 
     async def order(self, order: LoadModel | RemoveModel) -> Loaded:

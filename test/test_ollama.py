@@ -40,7 +40,8 @@ def generate(**fields) -> Request:
 
 def context_of(body: dict | None = None, info: EngineInfo | None = INFO) -> SimpleNamespace:
     app = SimpleNamespace(client=SimpleNamespace(ready=info is not None), started=1e9)
-    model = SimpleNamespace(info=info, tokenizer=BYTES)
+    model = SimpleNamespace(name="m", info=info, tokenizer=BYTES)
+    app.models = SimpleNamespace(all=[model])
     return SimpleNamespace(
         id="id", app=app, model=model, config=CONFIG, model_name="m", form="native", began=0.0, body=body or {}
     )

@@ -9,6 +9,7 @@ from routes.http.context import RequestContext
 from routes.http.off_loop import off_loop
 from routes.http.replies import Response, json_reply
 from routes.http.streams import Reply
+from routes.http.variants import served_ids
 from routes.openai.chat import answer_with
 from routes.openai.schemas import read
 from routes.schemas import validate
@@ -35,13 +36,13 @@ async def count_tokens(context: RequestContext) -> Response:
     return json_reply({"input_tokens": len(ids)})
 
 
-def described(context: RequestContext) -> dict[str, Any]:
-    """The one model in Anthropic's form."""
+def described(context: RequestContext, name: str) -> dict[str, Any]:
+    """The model, or what it can be asked for in, in Anthropic's form."""
     created = datetime.fromtimestamp(int(context.app.started), UTC).isoformat().replace("+00:00", "Z")
     return {
         "type": "model",
-        "id": context.model_name,
-        "display_name": context.model_name,
+        "id": name,
+        "display_name": name,
         "created_at": created,
         "max_input_tokens": context.config.max_prompt_tokens,
         "max_tokens": context.config.max_tokens_limit,
@@ -49,13 +50,15 @@ def described(context: RequestContext) -> dict[str, Any]:
 
 
 async def models(context: RequestContext) -> Response:
-    """GET /v1/models: a list of one."""
-    model = described(context)
-    return json_reply({"data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]})
+    """GET /v1/models: the model, and behind it what it can be asked for in."""
+    ids = served_ids(context)
+    data = [described(context, name) for name in ids]
+    return json_reply({"data": data, "has_more": False, "first_id": ids[0], "last_id": ids[-1]})
 
 
 async def model(context: RequestContext, name: str) -> Response:
     """GET /v1/models/{id}."""
-    if name != context.model_name:
-        raise NotFound(f"no such model; this server has {context.model_name}", param="model")
-    return json_reply(described(context))
+    ids = served_ids(context)
+    if name not in ids:
+        raise NotFound(f"no such model; this server has {', '.join(ids)}", param="model")
+    return json_reply(described(context, name))

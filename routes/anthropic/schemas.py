@@ -155,6 +155,7 @@ class CountBody(Body):
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     mcp_servers: list[Any] = Field(default_factory=list)
+    state: str | None = None
 
     @field_validator("system", mode="before")
     @classmethod
@@ -192,6 +193,7 @@ class CountBody(Body):
         system = [{"role": "system", "content": self.system}] if self.system else []
         chat: dict[str, Any] = {
             "model": self.model,
+            "state": self.state,
             "messages": system + [part for message in self.messages for part in message.in_openai_form()],
             "think_type": self.how_to_think,
             "max_tokens": 0,

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from routes import schemas
+from routes.http import variants
 from routes.http.access import OWNER, Headers, Pages, Secrets, in_headers, present
 from routes.http.connections import Ledger
 from routes.http.context import RequestContext
@@ -32,7 +33,8 @@ from rwkv_batch.ipc.messages import Ask, Live
 from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.metrics import HttpMetrics
 from rwkv_batch.request import Event, Failure, Grammar, Request
-from rwkv_batch.session_messages import Deleted, Page, SessionCommand
+from rwkv_batch.served.variants import VariantOrder
+from rwkv_batch.session_messages import SessionCommand
 from rwkv_batch.text.tokenizer import Tokenizer
 from rwkv_batch.text.translation import Memory
 
@@ -146,12 +148,15 @@ class HttpApp:
     async def to_request(self, context: RequestContext, body: schemas.PromptsBody) -> Request:
         """Check and tokenise a body, away from the event loop when it is long. Raises InvalidRequest, Unavailable."""
         model = context.model
-        body = body.of_model(model.entry.defaults)
+        variant = await variants.choose(context, body)
+        body = variants.with_defaults(body, variant).of_model(model.entry.defaults)
         texts = await off_loop(context.body_bytes, body.checked_texts, context.config)
         self._check_room(model)
         encode = (await self.loaded_tokenizer(model)).ids
         request = await off_loop(sum(map(len, texts)), body.to_request, texts, context.id, context.config, encode)
-        request = msgspec.structs.replace(request, namespace=context.namespace)
+        own = variants.fields_of(body, variant)
+        request = msgspec.structs.replace(request, namespace=context.namespace, **own)
+        variants.check_mixed(request)
         if request.grammar is not None:
             await self.check_grammar(request.grammar)
         context.num_prompts = request.num_rows
@@ -250,8 +255,8 @@ class HttpApp:
             return task.result()
         return StreamingAnswer(context, TaskAnswer(task), DOCUMENT, min(BLANK_SECONDS, self.config.ping_seconds))
 
-    async def execute(self, command: SessionCommand, model: ServedModel | None = None) -> Page | Deleted:
-        """What came of a command about a model's sessions, the default one's where none is given.
+    async def execute(self, command: SessionCommand | VariantOrder, model: ServedModel | None = None) -> Any:
+        """What came of a command about a model's sessions or variants, the default one's where none is given.
 
         Raises what the engine refuses it with, and Unavailable.
         """

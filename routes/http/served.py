@@ -15,6 +15,7 @@ from rwkv_batch.ipc.group import EngineGroup
 from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.request import Failure
 from rwkv_batch.served.models import Loaded, ModelEntry, ModelOrder, ModelTable
+from rwkv_batch.served.variants import resolve
 from rwkv_batch.text import tokenizer
 from rwkv_batch.text.tokenizer import Tokenizer
 
@@ -121,13 +122,22 @@ class Models:
         Raises NotFound where there are several and it is none of them.
         """
         with self._lock:
-            named = next((model for model in self._served if model.name == wanted), None)
+            named = self._named(wanted)
             if named is None and len(self._served) > 1 and isinstance(wanted, str) and wanted:
                 raise NotFound(f"no such model; this server has {', '.join(self.names)}", param="model", code="model_not_found")
             model = named or self._served[0]
             if self.report is not None:  # else no model ever goes
                 model.calls.add(call)
             return model
+
+    def _named(self, wanted: Any) -> ServedModel | None:
+        """The model of an id, which may name a variant of it that is not known here yet."""
+        if not isinstance(wanted, str):
+            return None
+        choice = resolve(wanted, {model.name: model.info.variants if model.info is not None else [] for model in self._served})
+        begins = [model for model in self._served if wanted.startswith(f"{model.name} ")]
+        longest = max(begins, key=lambda model: len(model.name), default=None)
+        return longest if choice is None else next(model for model in self._served if model.name == choice.model)
 
     # --- coming and going ---
 

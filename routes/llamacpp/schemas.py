@@ -74,6 +74,7 @@ class LlamaBody(Body):
         return {
             **fields,
             "model": self.model,
+            "state": sent.get("state"),
             "max_tokens": self.n_predict or 1,
             "n": self.n_cmpl,
             "seed": None if self.seed in ANY_SEED else self.seed,

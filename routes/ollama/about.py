@@ -5,6 +5,7 @@ from typing import Any
 
 from routes.http.context import RequestContext
 from routes.http.replies import Response, json_reply
+from routes.http.variants import served_ids
 from routes.ollama.schemas import ShowRequest
 from routes.schemas import validate
 from rwkv_batch.ipc.messages import EngineInfo
@@ -40,12 +41,12 @@ def details(context: RequestContext) -> dict[str, Any]:
     }
 
 
-def described(context: RequestContext) -> dict[str, Any]:
-    """The one model."""
+def described(context: RequestContext, name: str) -> dict[str, Any]:
+    """The model, or what it can be asked for in."""
     info = info_of(context)
     return {
-        "name": context.model_name,
-        "model": context.model_name,
+        "name": name,
+        "model": name,
         "size": info.weight_bytes,
         "digest": info.fingerprint,
         "details": details(context),
@@ -63,15 +64,16 @@ async def version(context: RequestContext) -> Response:
 
 
 async def tags(context: RequestContext) -> Response:
-    """GET /api/tags: the models there are, which is one."""
-    return json_reply({"models": [{**described(context), "modified_at": since(context)}]})
+    """GET /api/tags: the model, and behind it what it can be asked for in."""
+    models = [{**described(context, name), "modified_at": since(context)} for name in served_ids(context)]
+    return json_reply({"models": models})
 
 
 async def running(context: RequestContext) -> Response:
     """GET /api/ps: the models that are loaded."""
     if not context.app.client.ready:
         return json_reply({"models": []})
-    model = described(context)
+    model = described(context, context.model_name)
     on_device = 0 if info_of(context).device.startswith("cpu") else model["size"]
     more = {"expires_at": FOREVER, "size_vram": on_device, "context_length": context.config.max_prompt_tokens}
     return json_reply({"models": [{**model, **more}]})

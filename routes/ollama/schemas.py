@@ -92,6 +92,7 @@ class OllamaBody(Body):
     think: bool | Effort = False
     logprobs: bool = False
     keep_alive: Any = None
+    state: str | None = None
 
     @field_validator("format")
     @classmethod
@@ -123,7 +124,7 @@ class OllamaBody(Body):
             fields["response_format"] = {"type": "json_object"}
         elif self.format:
             fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": self.format}}
-        return {**fields, "model": self.model, "stream": self.stream}
+        return {**fields, "model": self.model, "state": self.state, "stream": self.stream}
 
     @property
     def how_to_think(self) -> str:

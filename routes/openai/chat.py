@@ -5,11 +5,13 @@ from urllib.parse import unquote
 from routes.http.context import RequestContext
 from routes.http.replies import Response, json_reply
 from routes.http.streams import Reply
+from routes.http.variants import served, served_choices, served_ids
 from routes.openai.answers import CompletionFormatter, Formatter
 from routes.openai.chat_answers import ChatFormatter
 from routes.openai.schemas import ChatBody, CompletionBody, read
 from rwkv_batch.errors import InvalidRequest, NotFound
 from rwkv_batch.request import Request
+from rwkv_batch.served.variants import Choice, id_of, resolve
 
 
 async def chat_completions(context: RequestContext) -> Reply:
@@ -47,30 +49,31 @@ async def embeddings(context: RequestContext) -> Response:
     raise NotFound("this server makes no embeddings", code="not_supported")
 
 
-def described(context: RequestContext) -> dict[str, object]:
-    """The one model; `root` and `parent`, which vLLM's list has, are what its load generator reads."""
-    name = context.model_name
+def described(context: RequestContext, choice: Choice) -> dict[str, object]:
+    """A model or a variant of one; `root` and `parent`, which vLLM's list has, are what its load generator reads."""
     return {
-        "id": name,
+        "id": id_of(*choice),
         "object": "model",
         "created": int(context.app.started),
         "owned_by": "rwkv_batch",
-        "root": name,
-        "parent": None,
+        "root": choice.model,
+        "parent": None if choice.variant is None else choice.model,
         "max_model_len": context.config.max_prompt_tokens,
     }
 
 
 async def models(context: RequestContext) -> Response:
-    """GET models: a list of one."""
-    return json_reply({"object": "list", "data": [described(context)]})
+    """GET models: the model, and behind it what it can be asked for in."""
+    return json_reply({"object": "list", "data": [described(context, choice) for choice in served_choices(context)]})
 
 
 async def model(context: RequestContext) -> Response:
     """GET models/{id}."""
-    if unquote(context.params["model"]) != context.model_name:
-        raise NotFound(f"no such model; this server has {context.model_name}", param="model", code="model_not_found")
-    return json_reply(described(context))
+    choice = resolve(unquote(context.params["model"]), served(context))
+    if choice is None:
+        there = ", ".join(served_ids(context))
+        raise NotFound(f"no such model; this server has {there}", param="model", code="model_not_found")
+    return json_reply(described(context, choice))
 
 
 async def health(context: RequestContext) -> Response:

@@ -18,6 +18,7 @@ from rwkv_batch.request import Event, Failure, Finish, Progress, Reason, Request
 from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.session_messages import CommitResult
 from rwkv_batch.text.tokenizer import Tokenizer
+from rwkv_batch.tuned.registry import TunedStates
 
 log = logging.getLogger("rwkv_batch.engine")
 
@@ -51,8 +52,9 @@ class ActiveRequests(Admission):
         sessions: Sessions | None,
         grammars: Grammars | None,
         queue: int,
+        tuned: TunedStates | None = None,
     ):
-        super().__init__(sessions, grammars, queue)
+        super().__init__(sessions, grammars, queue, tuned)
         self.engine = engine
         self.scheduler = scheduler
         self.tokenizer = tokenizer

@@ -12,9 +12,11 @@ from rwkv_batch.errors import InvalidRequest, NotBegun, Overloaded, RwkvBatchErr
 from rwkv_batch.grammar.masks import GrammarMask, Grammars
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Request
+from rwkv_batch.served.variants import VariantOrder, VariantsNow
 from rwkv_batch.session_messages import Answer, CommitResult, Deleted, Page, Session, SessionCommand
 from rwkv_batch.sessions.shared import ComputeState
 from rwkv_batch.text.detokenizer import StopMatcher
+from rwkv_batch.tuned.registry import Start, TunedStates
 from sampling.params import SamplingParams
 
 Owner = Hashable
@@ -126,6 +128,7 @@ class Accepted(NamedTuple):
     request: Request
     owner: Owner
     stops: StopMatcher
+    start: Start | None = None  # what its rows begin with
     lease: Lease | RwkvBatchError | None = None
     masks: list[GrammarMask] | None = None  # by row
 
@@ -170,11 +173,13 @@ class Admission:
 
     sessions  gives leases for requests that name a session; None = such requests are refused
     grammars  makes masks for requests that name a grammar; None likewise
+    tuned     finds the states that requests name; None likewise
     """
 
-    def __init__(self, sessions: Sessions | None, grammars: Grammars | None, queue: int):
+    def __init__(self, sessions: Sessions | None, grammars: Grammars | None, queue: int, tuned: TunedStates | None = None):
         self.sessions = sessions
         self.grammars = grammars
+        self.tuned = tuned
         if sessions is not None:
             sessions.use(self.compute)
         self.queue = queue
@@ -199,20 +204,21 @@ class Admission:
             raise InvalidRequest("a turn of a session takes one prompt", param="contents")
         if request.grammar is not None and self.grammars is None:
             raise InvalidRequest("this engine reads no grammars", param=request.grammar.param)
+        start = self._start_of(request)
         self._check_room()  # before the stops, which may take long to build
         stops = stops_of(tuple(request.stop_ids), tuple(request.stop_texts))  # here, so that no step waits for it
         with self._lock:
             self._check_room()
             self._num_waiting += 1
             if session is None and request.grammar is None:
-                self._inbox.put(Accepted(request, owner, stops))
+                self._inbox.put(Accepted(request, owner, stops, start))
                 return
             self._preparing[request.id] = owner
         try:
             if session is None:
-                self._leased(Accepted(request, owner, stops))
+                self._leased(Accepted(request, owner, stops, start))
             else:
-                self.sessions.lease(request, lambda result: self._leased(Accepted(request, owner, stops, result)))
+                self.sessions.lease(request, lambda result: self._leased(Accepted(request, owner, stops, start, result)))
         except Exception:
             self._forget_preparing(request.id)
             raise
@@ -235,7 +241,7 @@ class Admission:
                 session=Session(name="", separate=False),
                 cache=False,
             )
-        self._inbox.put(Accepted(request, NOBODY, stops_of((), ()), StateLease(initial, done)))
+        self._inbox.put(Accepted(request, NOBODY, stops_of((), ()), lease=StateLease(initial, done)))
 
     def cancel(self, request_id: str) -> None:
         """End a request early; but for a turn that is being kept, nothing more is delivered for it."""
@@ -253,8 +259,26 @@ class Admission:
             self.cancel(request_id)
         self._inbox.put(CancelOwner(owner))
 
-    def execute(self, command: SessionCommand, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
-        """Carry out a command about sessions; `answer` is called once, in any thread. InvalidRequest when there are none."""
+    def _start_of(self, request: Request) -> Start | None:
+        """What the rows of a request begin with; NotFound, InvalidRequest."""
+        if not request.state:
+            return None
+        if self.tuned is None:
+            raise InvalidRequest("this engine has no tuned states", param="state")
+        return self.tuned.find(request.state)
+
+    def execute(
+        self,
+        command: SessionCommand | VariantOrder,
+        answer: Callable[[Page | Deleted | VariantsNow | RwkvBatchError], None],
+    ) -> None:
+        """Carry out a command about sessions or states; `answer` is called once, in any thread. Raises what refuses it."""
+        if isinstance(command, VariantOrder):
+            if self.tuned is None:
+                raise InvalidRequest("this engine has no tuned states", param="state_viewname")
+            self._check_open()
+            self.tuned.execute(command, answer)
+            return
         if self.sessions is None:
             raise InvalidRequest("this server keeps no sessions", param="session_id")
         self.sessions.execute(command, answer)
@@ -268,11 +292,14 @@ class Admission:
         self._stopping = True
         self._inbox.put(None)
 
-    def _check_room(self) -> None:
+    def _check_open(self) -> None:
         if self._dead:
             raise NotBegun("the engine has failed and is being restarted", code="engine_dead")
         if self._draining or self._stopping:
             raise NotBegun("the server is shutting down", code="draining", retry_after=5.0)
+
+    def _check_room(self) -> None:
+        self._check_open()
         if self._num_waiting >= self.queue:
             raise Overloaded(f"the queue is full: {self.queue} requests wait")
 

@@ -30,7 +30,7 @@ from rwkv_batch.engine.memory import (
     sampling_bytes,
 )
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
-from rwkv_batch.errors import UsageError
+from rwkv_batch.errors import RwkvBatchError, UsageError
 from rwkv_batch.grammar.masks import Grammars
 from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.kernels import compiler, self_check
@@ -60,6 +60,7 @@ from rwkv_batch.sessions.pool import StatePool
 from rwkv_batch.sessions.state_file import StateFile
 from rwkv_batch.sessions.store import SessionStore
 from rwkv_batch.text.tokenizer import Tokenizer, for_vocab
+from rwkv_batch.tuned.registry import TunedStates, orders_of
 from sampling.base import GraphSampler
 from sampling.factory import make_sampler
 
@@ -125,6 +126,7 @@ def build_engine_loop(
     levels = session_levels(config, memory, num_slots + num_spare) if store is not None else {}
     sessions = build_sessions(config, weights, levels, store) if store is not None else None
     grammars = Grammars(tokenizer, weights.output_ids.tolist())
+    tuned = build_tuned(config, engine.state)
     engine_loop = EngineLoop(
         engine,
         scheduler,
@@ -132,6 +134,7 @@ def build_engine_loop(
         deliver,
         sessions=sessions,
         grammars=grammars,
+        tuned=tuned,
         queue=config.queue,
         checkpoint_tokens=CHECKPOINT_TOKENS if on_cpu else checkpoint_distance(memory.state),
     )
@@ -152,7 +155,9 @@ def build_engine_loop(
         load_seconds=time.monotonic() - started,
         state_bytes=sessions.file.size(engine.state.shift.dtype, engine.state.wkv.dtype) if sessions is not None else 0,
         adapters=[adapter.report() for adapter in adapters],
+        variants=tuned.variants,
     )
+    tuned.changed = engine_loop.show_variants
     return engine_loop
 
 
@@ -212,6 +217,17 @@ def build_sessions(config: Config, weights: weights_module.Weights, levels: dict
         max_waiting=config.session_waiting,
         drops_oldest=config.drop_oldest_sessions,
     )
+
+
+def build_tuned(config: Config, state: State) -> TunedStates:
+    """Return the tuned states that requests may name, those of `--state` loaded. UsageError."""
+    tuned = TunedStates(state, max_states=config.max_states)
+    for order in orders_of(config.state or "", config.states_dir):
+        try:
+            tuned.load(order, f"--state {order.name}")
+        except RwkvBatchError as error:
+            raise UsageError(error.message, param="state") from None
+    return tuned
 
 
 def build_prefixes(config: Config) -> PrefixCache | None:

@@ -89,6 +89,8 @@ class Engine:
         self.adapted = adapted
         self._way = Way(model, graphs, prefills)  # of the step that is being submitted
         self.device = model.weights.device
+        start = model.weights.start
+        self._begin = state.snapshot_of(start) if start is not None else None  # what rows without a state begin with
         self.num_eager_decodes = 0
         self._thread = 0
         self._decode_rows = PackedRows([], [])  # of the last step if that was all decode: most steps repeat their slots
@@ -261,7 +263,11 @@ class Engine:
 
     def _start(self, sequences: list[Sequence]) -> None:
         """Give slots to new sequences: their initial states, their controls."""
-        self.state.clear([s.slot for s in sequences if s.initial is None])
+        empty = [s.slot for s in sequences if s.initial is None]
+        if self._begin is None:
+            self.state.clear(empty)
+        elif empty:
+            self.state.put_many(empty, self._begin)
         starts: dict[Snapshot, list[int]] = {}  # many rows may start from one
         for sequence in sequences:
             if sequence.initial is not None:

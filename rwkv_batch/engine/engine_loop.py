@@ -10,6 +10,9 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
 
 from rwkv_batch.engine.active_requests import ActiveRequests, told
 from rwkv_batch.engine.admission import Accepted, ActiveRequest, Cancel, CancelOwner, Masked, Owner, Sessions
@@ -22,7 +25,9 @@ from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Event, PromptScore, Sequence, TokenLogprob
 from rwkv_batch.scheduling.plan import Plan, Row
 from rwkv_batch.scheduling.scheduler import Scheduler
+from rwkv_batch.served.variants import Variant
 from rwkv_batch.text.tokenizer import Tokenizer
+from rwkv_batch.tuned.registry import TunedStates
 
 log = logging.getLogger("rwkv_batch.engine")
 
@@ -39,6 +44,7 @@ class EngineLoop(ActiveRequests):
     deliver   called in the loop's thread after each step that brought something: {owner: events}
     sessions  gives leases for requests that name a session; None = such requests are refused
     grammars  makes masks for requests that name a grammar; None likewise
+    tuned     finds the states that requests name; None likewise
     queue     requests that may wait for their first slot
     checkpoint_tokens  sampled tokens between the checkpoints of a row whose state is kept
     """
@@ -52,10 +58,11 @@ class EngineLoop(ActiveRequests):
         *,
         sessions: Sessions | None = None,
         grammars: Grammars | None = None,
+        tuned: TunedStates | None = None,
         queue: int = 512,
         checkpoint_tokens: int = CHECKPOINT_TOKENS,
     ):
-        super().__init__(engine, scheduler, tokenizer, deliver, sessions, grammars, queue)
+        super().__init__(engine, scheduler, tokenizer, deliver, sessions, grammars, queue, tuned)
         if grammars is not None:
             grammars.notify = lambda masks: self._inbox.put(Masked(masks) if masks else None)
         self.checkpoint_tokens = checkpoint_tokens
@@ -67,6 +74,15 @@ class EngineLoop(ActiveRequests):
         self._planned = False  # whether there was something to run last time
         self._mask_patience = MaskPatience()
         self._totals = {"prompt_tokens_total": 0, "generation_tokens_total": 0, "steps_total": 0, "step_seconds_total": 0.0}
+
+    def show_variants(self, variants: list[Variant]) -> None:
+        """The outside is told which there are now. Any thread."""
+        self.info = msgspec.structs.replace(self.info, variants=variants)
+
+    def remember_in(self, file: Path) -> None:
+        """Have again what an engine before this one was told to load, and write down in `file` what this one is."""
+        if self.tuned is not None:
+            self.tuned.remember_in(file)
 
     def undelivered(self) -> dict[str, int]:
         """Tokens that requests have sampled and not delivered yet, by their ids."""

@@ -193,13 +193,15 @@ def rows_of(
     """Return the text side of a request's rows, which start from the session's state if it has one."""
     request, lease = active.request, accepted.lease
     initial, ids = (lease.initial(), lease.ids) if lease is not None else (None, [])
+    continues = initial is not None or ids != []
+    begin = accepted.start.parts[0] if accepted.start is not None and not continues else None
     stops = NO_STOPS if request.sampling.min_tokens > 0 else accepted.stops
     kept = lease if lease is not None and request.session.keep else None
     rows = {}
     for sequence in sequences:
         prompt = sequence.prompt
-        if initial is not None or ids:
-            sequence.initial = initial
+        sequence.initial, sequence.continues = initial if continues else begin, continues
+        if continues:
             if request.session.separate:
                 prompt = separated(prompt, lease.newlines, tokenizer)
             sequence.prompt, sequence.recalled = ids + prompt, len(ids)

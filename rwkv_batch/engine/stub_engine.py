@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, NotBegun, Overloaded, RwkvBatchError
@@ -123,6 +124,9 @@ class StubEngine:
     def execute(self, command: SessionCommand, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
         """The stub keeps no sessions: InvalidRequest."""
         raise InvalidRequest("this server keeps no sessions", param="session_id")
+
+    def remember_in(self, file: Path) -> None:
+        """The stub loads nothing."""
 
     def drain(self) -> None:
         """Refuse new requests."""

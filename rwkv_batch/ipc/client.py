@@ -10,6 +10,7 @@ from rwkv_batch.ipc.loop import Among, LinkLoop, best_phase, first_info, refuse_
 from rwkv_batch.ipc.messages import Ask, EngineInfo, Execute, Live, Seat, Submit
 from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.request import Event, Request
+from rwkv_batch.served.variants import VariantOrder
 from rwkv_batch.session_messages import SessionCommand
 
 
@@ -107,8 +108,12 @@ class EngineClient(LinkLoop):
         self._asked.append((question, answer))
         self._bell.ring()
 
-    def execute(self, command: SessionCommand, answer: Callable[[SessionAnswer], None], among: Among = None) -> None:
-        """Carry out a command about sessions of these engines. Raises Unavailable.
+    def execute(
+        self, command: SessionCommand | VariantOrder, answer: Callable[[SessionAnswer], None], among: Among = None
+    ) -> None:
+        """Carry out a command about sessions of these engines, or an order about variants, which goes to all of them.
+
+        Raises Unavailable.
 
         `answer` is called once in the client's thread, with a Failure if the engine is lost.
         """

@@ -26,11 +26,12 @@ from rwkv_batch.ipc.messages import (
 )
 from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.request import Failure
+from rwkv_batch.served.variants import VariantsNow
 from rwkv_batch.session_messages import Deleted, Page
 
 log = logging.getLogger(__name__)
 
-SessionAnswer = Page | Deleted | Failure
+SessionAnswer = Page | Deleted | VariantsNow | Failure
 
 
 class Part:
@@ -60,7 +61,7 @@ class EngineLink:
     parts     what it has of our requests, by the ids it knows them by
     open_rows  their rows that have not ended
     others    rows it had from other HTTP processes at the last sign of life
-    commands  questions about sessions that it has not answered
+    commands  questions about sessions and variants that it has not answered
     """
 
     def __init__(self, seat: Seat, context: zmq.Context, poller: zmq.Poller, pace: Pace):

@@ -4,9 +4,11 @@ No send ever waits: an engine that is gone or does not read loses the tickets it
 """
 
 import logging
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 import zmq
 
@@ -32,6 +34,7 @@ from rwkv_batch.ipc.router import Router
 from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.ipc.waker import Bell, call_back
 from rwkv_batch.request import Event, Failure
+from rwkv_batch.served.variants import LoadState, RemoveStates, VariantOrder
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,33 @@ class Question:
         if not self.pending and self.found is not None:
             call_back(self.answer, sorted(self.found, key=lambda live: live.created))
         return not self.pending
+
+
+class OrderForAll:
+    """An order about variants, which all engines carry out or none."""
+
+    def __init__(self, order: VariantOrder, links: Sequence[EngineLink], answer: Callable[[SessionAnswer], None]):
+        self.order = order
+        self.pending = len(links)
+        self.done: list[EngineLink] = []  # that have carried it out
+        self.said: SessionAnswer | None = None
+        self.answer = answer
+
+    def heard(self, link: EngineLink, said: SessionAnswer) -> None:
+        """One has answered, or was lost; what the first says that fails is the answer, and others forget what they loaded."""
+        self.pending -= 1
+        if isinstance(said, Failure):
+            self.said = self.said if isinstance(self.said, Failure) else said
+        else:
+            self.done.append(link)
+            self.said = self.said or said
+        if self.pending:
+            return
+        if isinstance(self.said, Failure) and isinstance(self.order, LoadState):
+            for one in self.done:
+                if one.ready:
+                    one.send(Execute(secrets.token_hex(8), RemoveStates(name=self.order.name)))
+        call_back(self.answer, self.said)
 
 
 class LinkLoop:
@@ -198,8 +228,11 @@ class LinkLoop:
             link.send(question)
 
     def _execute(self, message: Execute, answer: Callable[[SessionAnswer], None], among: Among) -> None:
-        """Send a command to the engine that has the session."""
+        """Send a command to the engine that has the session, or an order about variants to all."""
         links = self.links_of(among)
+        if isinstance(message.command, VariantOrder):
+            self._execute_everywhere(message, answer, links)
+            return
         link = self._router.home(message.command.namespace, getattr(message.command, "name", None), links)
         try:
             refuse_in(link.phase if link is not None else "lost")
@@ -209,6 +242,22 @@ class LinkLoop:
             call_back(answer, Failure.of("", error))
         else:
             link.commands[message.question] = answer
+
+    def _execute_everywhere(
+        self, message: Execute, answer: Callable[[SessionAnswer], None], links: Sequence[EngineLink]
+    ) -> None:
+        try:
+            for phase in [link.phase for link in links] or ["lost"]:
+                refuse_in(phase)
+        except RwkvBatchError as error:
+            call_back(answer, Failure.of("", error))
+            return
+        order = OrderForAll(message.command, links, answer)
+        for link in links:
+            if link.send(message):
+                link.commands[message.question] = partial(order.heard, link)
+            else:
+                order.heard(link, Failure.of("", Unavailable("the engine does not keep up", code="engine_busy")))
 
     def _take(self, link: EngineLink, message: ToHttp) -> None:
         """Act on one message. Raises ConnectionError when the engine knows nothing of this process."""

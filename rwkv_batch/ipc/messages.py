@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from rwkv_batch.request import Failure, Progress, Request
+from rwkv_batch.served.variants import Variant, VariantOrder, VariantsNow
 from rwkv_batch.session_messages import Deleted, Page, SessionCommand
 
 HIGH_WATER = 1000  # of these that wait for an HTTP process that does not read: some ten seconds of steps
@@ -46,6 +47,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds    time that loading took
     state_bytes     most that the file of one session takes; 0 = no sessions
     adapters        what was merged into it, each as its file was understood
+    variants        what it can be asked for in beside its plain form; changes while it runs
     """
 
     model: str
@@ -64,6 +66,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float = 0.0
     state_bytes: int = 0
     adapters: list[dict[str, Any]] = []
+    variants: list[Variant] = []
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
@@ -117,17 +120,17 @@ class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True):
 
 
 class Execute(msgspec.Struct, tag="execute", array_like=True, frozen=True):
-    """HTTP process: carry out a command about sessions. `question` comes back with the result."""
+    """HTTP process: carry out a command about sessions or variants. `question` comes back with the result."""
 
     question: str
-    command: SessionCommand
+    command: SessionCommand | VariantOrder
 
 
 class CommandResult(msgspec.Struct, tag="command_result", array_like=True, frozen=True):
     """Engine: what came of it; exactly one of the two is there."""
 
     question: str
-    answer: Page | Deleted | None
+    answer: Page | Deleted | VariantsNow | None
     failure: Failure | None = None
 
 

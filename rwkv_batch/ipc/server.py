@@ -42,6 +42,7 @@ from rwkv_batch.ipc.messages import (
 )
 from rwkv_batch.ipc.waker import Bell, call_back
 from rwkv_batch.request import Event, Failure, Progress, Request
+from rwkv_batch.served.variants import VariantOrder, VariantsNow
 from rwkv_batch.session_messages import Deleted, Page, SessionCommand
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 class EngineCore(Protocol):
     """What runs requests: an engine loop, or the stub. `submit` and the cancels are called in the server's thread.
 
+    info           what it is, anew when its variants are others
     last_step      when its loop last went round, as time.monotonic() says
     lost_sessions  that could not be written when it stopped
     """
@@ -67,8 +69,12 @@ class EngineCore(Protocol):
     def cancel_owner(self, owner: bytes) -> None:
         """End all requests of one HTTP process."""
 
-    def execute(self, command: SessionCommand, answer: Callable[[Page | Deleted | RwkvBatchError], None]) -> None:
-        """Carry out a command about sessions; `answer` is called once, in any thread."""
+    def execute(
+        self,
+        command: SessionCommand | VariantOrder,
+        answer: Callable[[Page | Deleted | VariantsNow | RwkvBatchError], None],
+    ) -> None:
+        """Carry out a command about sessions or variants; `answer` is called once, in any thread."""
 
     def drain(self) -> None:
         """Refuse new requests."""
@@ -89,6 +95,7 @@ class EngineServer:
     """
 
     def __init__(self, address: str, *, heartbeat: float = 0.5, peer_seconds: float = 15.0):
+        self.address = address
         self.heartbeat = heartbeat
         self.peer_seconds = peer_seconds
         self.core: EngineCore | None = None
@@ -154,8 +161,7 @@ class EngineServer:
             self._bell.hear()
             self._receive()
             self._send_events()
-            while self._answers:
-                self._send(*self._answers.popleft())
+            self._send_answers()
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self.heartbeat
                 self._beat()
@@ -230,7 +236,7 @@ class EngineServer:
     def _execute(self, owner: bytes, message: Execute) -> None:
         """Pass a command on; its answer comes from another thread."""
 
-        def answer(result: Page | Deleted | RwkvBatchError) -> None:
+        def answer(result: Page | Deleted | VariantsNow | RwkvBatchError) -> None:
             failed = isinstance(result, RwkvBatchError)
             failure = Failure.of("", result) if failed else None
             self._answers.append((owner, CommandResult(message.question, None if failed else result, failure)))
@@ -275,6 +281,19 @@ class EngineServer:
                 progress = [item for item in items if isinstance(item, Progress)]
                 self._send(owner, Batch(progress, [item for item in items if isinstance(item, Failure)]))
 
+    def _send_answers(self) -> None:
+        """Send what came of commands; of other variants all HTTP processes are told before the one that asked for them."""
+        while self._answers:
+            owner, result = self._answers.popleft()
+            if isinstance(result, CommandResult) and isinstance(result.answer, VariantsNow):
+                self.info = self.core.info
+                self._tell(self._status(self._stats()))
+            self._send(owner, result)
+
+    def _tell(self, status: Status) -> None:
+        for owner in list(self._peers):
+            self._send(owner, status)
+
     def _send(self, owner: bytes, message: ToHttp) -> None:
         """Send without waiting; a peer that is gone (EHOSTUNREACH) or full (EAGAIN) is given up."""
         try:
@@ -298,9 +317,7 @@ class EngineServer:
                 self._give_up(owner, "is silent")
         stats = self._stats()
         call_back(self.on_beat, stats)
-        status = self._status(stats)
-        for owner in list(self._peers):
-            self._send(owner, status)
+        self._tell(self._status(stats))
 
     def _stats(self) -> dict[str, int | float]:
         return self.core.stats() if self.core is not None else {}

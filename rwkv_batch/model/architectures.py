@@ -50,6 +50,11 @@ class Shape:
         """Return every tensor's name and shape; `v_first_residual`: whether layer 0 carries the unused v0, v1, v2."""
         raise NotImplementedError
 
+    def states(self) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of a tuned state merged into the model: what its rows begin with."""
+        dims = (self.num_heads, self.head_size, self.head_size)
+        return {f"blocks.{i}.att.time_state": dims for i in range(self.num_layers)}
+
     def matrices(self, quant: Quantisation) -> dict[str, bool]:
         """Return the names of what is quantised, and whether it is stored transposed."""
         raise NotImplementedError

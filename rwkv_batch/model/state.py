@@ -87,6 +87,11 @@ class State:
         state = cls(shape, num_slots, shift_dtype=shift_dtype, wkv_dtype=wkv_dtype, device="meta")
         return state.shift.nbytes + state.wkv.nbytes
 
+    def snapshot_of(self, wkv: torch.Tensor) -> Snapshot:
+        """Return the state before the first token whose recurrent part is `wkv` [L, H, 64, 64], on the device of the arrays."""
+        layers, width = self.shape.num_layers, self.shape.width
+        return Snapshot(self.shift.new_zeros(layers, 2, width), wkv.to(self.wkv), 0)
+
     def clear(self, slots: Sequence[int]) -> None:
         """Overwrite the slots with the state before the first token (0 × NaN would stay NaN, so nothing is multiplied)."""
         if self._fill is not None:

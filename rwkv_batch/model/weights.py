@@ -138,6 +138,7 @@ class Weights:
     architecture  as `architectures.py` calls it
     fingerprint  32 hex digits that tell models apart: of shapes, dtypes, sampled content, of the adapters merged into it and of
                  how the matrices are quantised, the same for all file formats
+    start        [L, H, 64, 64] fp32: the recurrent state before the first token, where a tuned one was merged; None = zero
     """
 
     shape: Shape
@@ -151,6 +152,7 @@ class Weights:
     output_ids: torch.Tensor
     architecture: str = "RWKV-7"
     quant: Quantisation = PLAIN
+    start: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -234,6 +236,7 @@ def from_tensors(
         output_ids = _output_ids(head, valid_ids, name)
         head = _keep_rows(head, output_ids)
         layers = [layout_of(architecture).take_layer(i, reader, quant.format) for i in range(shape.num_layers)]
+        states = [reader.take(key, torch.float32) for key in shape.states() if key in tensors]
         return Weights(
             shape=shape,
             dtype=dtype,
@@ -246,6 +249,7 @@ def from_tensors(
             output_ids=output_ids,
             architecture=architecture,
             quant=quant,
+            start=torch.stack(states) if states else None,
         )
 
 
@@ -302,6 +306,8 @@ def check_tensors(
             f"{name}: cannot be quantised: its feed-forward width {shape.ffn_width} is not a multiple of {quantized.BLOCK}"
         )
     expected = shape.tensors(v_first_residual="blocks.0.att.v0" in tensors)
+    if any(key in tensors for key in shape.states()):
+        expected |= shape.states()
     types = dict.fromkeys(expected, FILE_DTYPES)
     for key, transposed in shape.matrices(stored.quant if stored else PLAIN).items():
         form, dims = stored.quant.format, expected[key][::-1] if transposed else expected[key]

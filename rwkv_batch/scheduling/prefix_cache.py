@@ -87,7 +87,7 @@ class PrefixCache:
         self.min_tokens = max(BLOCK, min_tokens)
         self.every_tokens = max(BLOCK, every_tokens)
         self.num_bytes = 0
-        self._roots: dict[str, Node] = {}  # namespace -> the empty prefix
+        self._roots: dict[str, Node] = {}  # namespace, and what rows begin with -> the empty prefix
         self._nodes: OrderedDict[Node, None] = OrderedDict()  # a parent is always newer than its children
         self._states: OrderedDict[Node, None] = OrderedDict()  # nodes with one, the longest unused first
         self._ways: dict[Sequence, Way] = {}
@@ -109,7 +109,7 @@ class PrefixCache:
         """
         request = sequence.request
         limit = (len(sequence.prompt) - TAIL) // BLOCK
-        if sequence.initial is not None or sequence.recalled:
+        if sequence.continues or sequence.recalled:
             return True  # it goes on from a state of its own
         if not request.cache or request.prompt_logprobs is not None:
             return True
@@ -226,10 +226,11 @@ class PrefixCache:
 
     def _follow(self, way: Way, sequence: Sequence, limit: int) -> int:
         """Fill in the row's way of `limit` nodes, making those that are missing; return how many were there."""
-        namespace = sequence.request.namespace
-        node = self._roots.get(namespace)
+        request = sequence.request
+        origin = f"{request.namespace}\0{request.state}"
+        node = self._roots.get(origin)
         if node is None:
-            node = self._roots[namespace] = Node(None, namespace.encode(), 0)
+            node = self._roots[origin] = Node(None, origin.encode(), 0)
         tokens = array("I", sequence.prompt[: limit * BLOCK]).tobytes()
         known, size = 0, len(tokens) // limit
         for depth in range(1, limit + 1):
@@ -258,7 +259,7 @@ class PrefixCache:
 
     def _begin_at(self, sequence: Sequence, way: Way, node: Node, snapshot: Snapshot) -> None:
         """Let a row start from a state instead of from the first token, or from one further on."""
-        self._totals["prefix_hits_total"] += sequence.initial is None
+        self._totals["prefix_hits_total"] += not sequence.cached
         self._totals["prefix_cached_tokens_total"] += node.num_tokens - sequence.cached
         sequence.initial = snapshot
         sequence.num_prefilled = sequence.cached = way.kept = node.num_tokens

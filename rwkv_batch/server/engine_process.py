@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 from rwkv_batch import metrics
 from rwkv_batch.errors import CheckpointError, EngineFailed, NoMemory, RwkvBatchError, UsageError
@@ -55,6 +56,7 @@ def run(control: Control) -> int:
             from rwkv_batch.engine.build import build_engine_loop
 
             core = build_engine_loop(config, server.deliver, path_in(control.folder) if config.has_store else None)
+        core.remember_in(control.folder / f"{Path(server.address).name}.states")
     except (UsageError, CheckpointError) as error:
         control.report("failed", failure=Failure.of("", error))
         print(f"error: {error.message}", file=sys.stderr, flush=True)

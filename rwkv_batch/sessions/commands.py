@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 
@@ -211,11 +212,12 @@ class SessionCommands:
         record = self._record(*key, command.version)
         resident = self._version_in_memory(key, record) or self._reader.read(key, record)
         if not resident.ids:
-            return self._write_file(command, record, resident.snapshot, resident.arrived)
+            return self._write_file(command, record, resident, resident.snapshot, resident.arrived)
 
         def computed(result: Snapshot | RwkvBatchError) -> None:
             arrived = self._shared.copies.mark()
-            self._shared.enqueue(Call(lambda: answer(_guarded(lambda: self._write_file(command, record, result, arrived)))))
+            write = partial(self._write_file, command, record, resident, result, arrived)
+            self._shared.enqueue(Call(lambda: answer(_guarded(write))))
 
         self._shared.compute(resident, computed)
         return None
@@ -226,12 +228,14 @@ class SessionCommands:
             return None
         return resident
 
-    def _write_file(self, command: Export, record: Record, state: Snapshot | RwkvBatchError, arrived: Mark | None) -> Page:
+    def _write_file(
+        self, command: Export, record: Record, of: ResidentSession, state: Snapshot | RwkvBatchError, arrived: Mark | None
+    ) -> Page:
         if isinstance(state, RwkvBatchError):
             raise state
         if not self._shared.copies.is_finite(state, arrived):
             raise Unprocessable("the state is not finite", code="state_unusable")
-        stored = Stored(self._shared.copies.to_host(state, arrived), record.newlines)
+        stored = Stored(self._shared.copies.to_host(state, arrived), record.newlines, of.origin)
         try:
             with open(command.path, "wb") as out:
                 for piece in self._file.encode(stored):

@@ -115,31 +115,33 @@ class StateReader:
         return self._read(key, record, self._store.load(record))
 
     def _read(self, key: Key, record: Record, stored: StoredState) -> ResidentSession:
-        snapshot, ids = self._decode(record, stored)
+        whole, ids = self._decode(record, stored)
+        snapshot, origin = (whole.snapshot, whole.origin) if whole is not None else (None, "")
         return ResidentSession(
             key, record.version, snapshot, record.newlines, record.updated, ids, lag=len(ids), response=bool(record.response),
-            id=record.session,
+            id=record.session, origin=origin,
         )  # fmt: skip
 
     def read_state(self, record: Record) -> tuple[Snapshot | None, list[int]]:
         """Return a whole state on disk, None for the empty one, and the ids that lead from it to that of a version."""
-        return self._decode(record, self._store.load(record))
+        whole, ids = self._decode(record, self._store.load(record))
+        return (whole.snapshot if whole is not None else None), ids
 
-    def _decode(self, record: Record, stored: StoredState) -> tuple[Snapshot | None, list[int]]:
+    def _decode(self, record: Record, stored: StoredState) -> tuple[Stored | None, list[int]]:
         while True:
             try:
                 return self._decode_now(record, stored)
             except StateMoved:
                 stored = self._store.load(record)
 
-    def _decode_now(self, record: Record, stored: StoredState) -> tuple[Snapshot | None, list[int]]:
+    def _decode_now(self, record: Record, stored: StoredState) -> tuple[Stored | None, list[int]]:
         pieces, ids, models, _ = stored
         for model in models - {self._file.fingerprint}:
             raise other_model(model, self._file.fingerprint)
-        snapshot = self._file.decode(pieces, pin=self._shared.copies.on_gpu).snapshot if pieces is not None else None
-        if (snapshot.elapsed if snapshot is not None else 0) + len(ids) != record.tokens:
+        whole = self._file.decode(pieces, pin=self._shared.copies.on_gpu) if pieces is not None else None
+        if (whole.snapshot.elapsed if whole is not None else 0) + len(ids) != record.tokens:
             raise Unprocessable("the stored state cannot be used: it has seen other tokens", code="state_unusable")
-        return snapshot, ids
+        return whole, ids
 
     def _read_reference(self, key: Key) -> ResidentSession | None:
         """Read a session of rwkv_lightning whose file this is; its version is 1."""
@@ -234,8 +236,9 @@ class StateWriter:
         before = lease.resident.lag if lease.resident is not None else 0
         lag = before + len(job.turn) if self._logs and job.turn is not None else len(job.ids)
         resident = ResidentSession(
-            key, version, job.snapshot, job.newlines, time.time(), job.ids, lag, job.written, node=node, response=response
-        )
+            key, version, job.snapshot, job.newlines, time.time(), job.ids, lag, job.written, node=node, response=response,
+            origin=lease.request.state if lease.resident is None else lease.resident.origin,
+        )  # fmt: skip
         if lease.resident is not None and key == lease.resident.key:
             resident.id = lease.resident.id
         if session.key is not None:
@@ -337,7 +340,7 @@ class StateWriter:
             raise EngineFailed("the state at the end of this turn is not finite; the session stays as it was")
         snapshot = self._shared.copies.to_host(resident.snapshot, resident.arrived)
         resident.lag = len(resident.ids)
-        return self._version(resident, self._file.encode(Stored(snapshot, resident.newlines)), resident.ids)
+        return self._version(resident, self._file.encode(Stored(snapshot, resident.newlines, resident.origin)), resident.ids)
 
     def _version(
         self, resident: ResidentSession, pieces: Iterable[bytes | memoryview] | None, ids: Sequence[int]

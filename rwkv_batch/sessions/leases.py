@@ -31,7 +31,7 @@ LOG_BACKLOG_BYTES = 8 * 2**30  # and the bytes of their states
 FEW_IDS = 32  # that each row of a request feeds again
 MAX_REPLAYS = 1000  # answers in memory, kept for their idempotency keys
 # Fields of requests that digests on disk are older than: they are left out of the digest of a request that does not use them.
-LATER_FIELDS = ("grammar", "min_p", "repetition_penalty")
+LATER_FIELDS = ("grammar", "min_p", "repetition_penalty", "state", "weights")
 
 ReplayKey = tuple[str, str, str]  # namespace, session as requests name it, idempotency key
 
@@ -105,6 +105,8 @@ class Lease:
         ids   the state is the one that they lead to from `snapshot`; only where `logs`
         turn  all ids that lead to it from the session's state before, without `self.ids`; None: not known
         """
+        if self.resident is None and self.request.state:
+            turn = None  # what they follow is in no store, so the state is written whole
         self._leases.commit(Commit(self, snapshot, newlines, answer, done, ids or [], turn, None))
 
     def release(self, *, nonfinite: bool = False) -> None:
@@ -410,6 +412,11 @@ def _check(lease: Lease, resident: ResidentSession | None) -> None:
         raise PreconditionFailed(f"session {lease.key[1]!r} is at version {version}", param="expect_version")
     if resident is None and session.must_exist:
         raise NotFound(f"there is no session {lease.key[1]!r}", code="session_not_found", param="session_id")
+    if resident is not None and lease.request.state not in ("", resident.origin):
+        raise Unprocessable(
+            f"session {lease.key[1]!r} was begun with another state; a turn that names none goes on from where it is",
+            param="state", code="other_state",
+        )  # fmt: skip
     if resident is None and session.node:
         raise NotFound(f"State not found for dialogue_idx={session.node}", code="node_not_found", param="dialogue_idx")
 

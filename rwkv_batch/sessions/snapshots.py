@@ -136,4 +136,4 @@ class SnapshotWriter:
             return None
         host = shared.copies.to_host(snapshot, arrived)
         self._room.for_(self._store.begin_draft)
-        return Draft(resident, self._file.encode(Stored(host, resident.newlines)))
+        return Draft(resident, self._file.encode(Stored(host, resident.newlines, resident.origin)))

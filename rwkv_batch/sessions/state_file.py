@@ -3,7 +3,8 @@
     "rwkvstat", version u32, length of the header u32, header (JSON), shift [L, 2, C], wkv [L, H, 64, 64], CRC-32 u32
 
 All numbers are little-endian; the CRC covers everything before it. The header names the model by its fingerprint, the shape,
-the two dtypes, and how many tokens the state has seen. Knows nothing of sessions' names, of SQLite and of devices.
+the two dtypes, how many tokens the state has seen, and with which tuned state it began, if with one. Knows nothing of sessions'
+names, of SQLite and of devices.
 """
 
 import io
@@ -25,6 +26,7 @@ MAGIC = b"rwkvstat"
 VERSION = 1
 PIECE_BYTES = 2**20  # what is handed to SQLite at once: a bind copies it while it holds the GIL
 MAX_HEADER = 4096
+MAX_ORIGIN = 256
 MAX_NEWLINES = 2
 MAX_TOKENS = 2**62  # of a stored state
 MAX_FOREIGN_TOKENS = 2**53  # of a state from elsewhere: what comes after it stays below MAX_TOKENS
@@ -34,7 +36,7 @@ _PREFIX = struct.Struct("<8sII")
 _CRC = struct.Struct("<I")
 
 
-class Header(msgspec.Struct, frozen=True):
+class Header(msgspec.Struct, frozen=True, omit_defaults=True):
     """What stands in front of a state. Whoever reads it can rely on these types and ranges."""
 
     model: str
@@ -44,14 +46,20 @@ class Header(msgspec.Struct, frozen=True):
     wkv: str
     tokens: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOKENS)]
     newlines: Annotated[int, msgspec.Meta(ge=0, le=MAX_NEWLINES)]
+    origin: Annotated[str, msgspec.Meta(max_length=MAX_ORIGIN)] = ""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A state on the host. `newlines`: how many newlines, two at most, the text ends in that it has seen."""
+    """A state on the host.
+
+    newlines  how many newlines, two at most, the text ends in that it has seen
+    origin    the key of the tuned state that it began with, "" for none
+    """
 
     snapshot: Snapshot
     newlines: int
+    origin: str = ""
 
 
 class StateFile:
@@ -78,6 +86,7 @@ class StateFile:
                 NAMES[snapshot.wkv.dtype],
                 snapshot.elapsed,
                 stored.newlines,
+                stored.origin,
             )
         )
         first = _PREFIX.pack(MAGIC, VERSION, len(header)) + header
@@ -104,7 +113,7 @@ class StateFile:
             raise _unusable(f"a newer program wrote it: version {version}, known is {VERSION}")
         if length > MAX_HEADER:
             raise _unusable("its header is damaged")
-        tokens, newlines, dtypes = self._read_header(stream.take(length))
+        header, dtypes = self._read_header(stream.take(length))
         shift, wkv = (
             torch.empty(dims, dtype=dtype, pin_memory=pin) for dims, dtype in zip(self._shapes(), dtypes, strict=True)
         )
@@ -114,7 +123,7 @@ class StateFile:
         if _CRC.unpack(stream.take(_CRC.size))[0] != crc:
             raise _unusable("its checksum is wrong")
         stream.end()
-        return Stored(Snapshot(shift, wkv, tokens), newlines)
+        return Stored(Snapshot(shift, wkv, header.tokens), header.newlines, header.origin)
 
     def decode_reference(self, data: bytes) -> Stored:
         """Read a state that rwkv_lightning stored: three tensors in torch's format, which names no model; Unprocessable.
@@ -135,8 +144,8 @@ class StateFile:
         layers, width, size = self.shape.num_layers, self.shape.width, self.shape.head_size
         return (layers, 2, width), (layers, self.shape.num_heads, size, size)
 
-    def _read_header(self, data: bytes) -> tuple[int, int, tuple[torch.dtype, torch.dtype]]:
-        """Return (tokens, newlines, dtypes)."""
+    def _read_header(self, data: bytes) -> tuple[Header, tuple[torch.dtype, torch.dtype]]:
+        """Return the header, and the dtypes of shift and wkv."""
         try:
             header = msgspec.json.decode(data, type=Header)
             dtypes = DTYPES[header.shift], DTYPES[header.wkv]
@@ -146,7 +155,7 @@ class StateFile:
             raise other_model(header.model, self.fingerprint)
         if (header.layers, header.width) != (self.shape.num_layers, self.shape.width):
             raise _unusable("it has another shape than this model's states")
-        return header.tokens, header.newlines, dtypes
+        return header, dtypes
 
 
 class _Stream:

@@ -26,6 +26,7 @@ class ResidentSession:
     node      of a new node: the dialogue and the number
     response  whether it is the state of an answer of the Responses API
     id        the session's in the store, None where it was not asked for
+    origin    the key of the tuned state that it began with, "" for none
     """
 
     key: Key
@@ -41,6 +42,7 @@ class ResidentSession:
     node: tuple[str, int] | None = None
     response: bool = False
     id: int | None = None
+    origin: str = ""
 
     @property
     def tokens(self) -> int:
