@@ -30,7 +30,9 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One submitted request: each prompt becomes `copies` rows; row i continues `prompts[i // copies]` and is choice i.
+    """One submitted request: each prompt becomes `copies` rows; row i continues `prompts[i // copies]`.
+
+    It is choice `first` + i, and has that index in what the engine says of it.
 
     id          unique among live requests
     prompts     token ids, never empty (an empty text is fed token 0 by the route)
@@ -44,6 +46,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     namespace   whose sessions and cached prefixes these are; namespaces never see one another's
     cache       whether prompts may start from cached prefixes and leave some
     copies      rows of each prompt
+    first       index of the first row; not 0 in the further parts of a request that several engines share
     prompt_logprobs  None, or how many of the most likely tokens to report at each place of the prompts beside the prompt's own
     grammar     what the text of each row must be, None = anything
     state       what its rows begin with where no session says so: the key of a tuned state or a mix; "" = nothing
@@ -62,6 +65,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str = ""
     cache: bool = True
     copies: int = 1
+    first: int = 0
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     state: str = ""
@@ -71,6 +75,19 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     def num_rows(self) -> int:
         """How many rows there are."""
         return len(self.prompts) * self.copies
+
+    @property
+    def indices(self) -> range:
+        """Those of its rows."""
+        return range(self.first, self.first + self.num_rows)
+
+    def part(self, part_id: str, rows: range) -> "Request":
+        """The request of these rows alone; they are copies of one prompt, or all those of some prompts."""
+        begin, end = rows.start - self.first, rows.stop - self.first
+        if len(self.prompts) == 1:
+            return msgspec.structs.replace(self, id=part_id, copies=len(rows), first=rows.start)
+        prompts = self.prompts[begin // self.copies : end // self.copies]
+        return msgspec.structs.replace(self, id=part_id, prompts=prompts, first=rows.start)
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
@@ -182,7 +199,7 @@ class Sequence:
     def __init__(self, request: Request, index: int):
         self.request = request
         self.index = index
-        self.prompt = request.prompts[index // request.copies]
+        self.prompt = request.prompts[(index - request.first) // request.copies]
         self.num_prefilled = 0
         self.num_sampled = 0
         self.slot = -1

@@ -13,7 +13,7 @@ from rwkv_batch import session_messages
 from rwkv_batch.errors import Unavailable
 from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.messages import PHASES, Ask, EngineInfo, Seat
-from rwkv_batch.ipc.router import Router
+from rwkv_batch.ipc.router import Router, room_of
 from rwkv_batch.request import Request
 from rwkv_batch.session_messages import Deleted, Session
 from sampling.params import SamplingParams
@@ -93,6 +93,74 @@ def test_sessions_live_only_where_some_are_kept():
         engines[0].phase = phase
         assert {Router().home("", str(number), engines).seat.index for number in range(20)} == {0}
     assert {Router(number).link_for(request("a"), engines).seat.index for number in range(3)} == {1, 2, 3}  # 0 is lost
+
+
+def prompts_of(num_prompts: int, copies: int = 1, max_tokens: int = 5, request_id: str = "a") -> Request:
+    """A request whose prompts differ in length, so that their rows can be told apart."""
+    prompts = [[1] * (1 + number % 7) for number in range(num_prompts)]
+    return Request(id=request_id, prompts=prompts, sampling=SamplingParams(seed=7), max_tokens=max_tokens, copies=copies)
+
+
+ENGINES = st.lists(
+    st.tuples(st.integers(0, 500), st.integers(1, 320), st.sampled_from(("ready", "ready", "lost"))), min_size=1, max_size=8
+)
+
+
+@given(st.integers(1, 400), st.integers(1, 20), ENGINES, st.integers(0, 3))
+def test_every_row_goes_to_one_engine_or_waits(num_prompts, copies, found, number):
+    engines = [at(index, rows, slots, phase) for index, (rows, slots, phase) in enumerate(found)]
+    wanted, router = prompts_of(num_prompts, copies), Router(number)
+    parts, waiting = router.spread(wanted, engines)
+    assert parts
+    assert [row for _, rows in (*parts, (None, waiting)) for row in rows] == list(range(wanted.num_rows))
+    unit = copies if num_prompts > 1 else 1
+    serving = [engine for engine in engines if engine.phase == "ready"]
+    for engine, rows in parts:
+        assert rows.start % unit == rows.stop % unit == 0
+        assert [len(part.prompts) * part.copies for part in [wanted.part("p", rows)]] == [len(rows)]
+        assert engine.phase == "ready" or not serving
+        if len(parts) > 1:
+            assert len(rows) <= room_of(engine)
+            engine.load = (engine.load[0] + len(rows), engine.load[1])
+    for _ in range(1000):  # every row ends, and all that wait are handed on
+        if not waiting:
+            break
+        for engine in serving:
+            engine.load = (0, engine.load[1])
+        engine, rows = router.further(wanted, waiting, engines)
+        assert (rows.start, rows.stop % unit) == (waiting.start, 0)
+        waiting = waiting[len(rows) :]
+    assert not waiting
+
+
+@pytest.mark.parametrize(
+    ("wanted", "engines", "counts"),
+    [
+        (prompts_of(8), [at(0), at(1)], [8]),  # few rows stay together
+        (prompts_of(1, 16), [at(0), at(1)], [16]),  # and so do those of one prompt
+        (prompts_of(1, 20), [at(0), at(1)], [10, 10]),  # where they have room
+        (prompts_of(32), [at(0), at(1)], [16, 16]),
+        (prompts_of(24), [at(0, 8), at(1)], [8, 16]),
+        (prompts_of(8, 4), [at(0), at(1)], [16, 16]),
+        (prompts_of(100), [at(0), at(1, 16)], [18, 2]),  # all slots, and some that wait; 80 rows wait here
+        (prompts_of(100), [at(0, 18), at(1, 18)], [1]),  # so that the queue refuses it, if anybody does
+        (prompts_of(100), [at(0), at(1, phase="loading")], [100]),
+    ],
+)
+def test_the_rows_of_a_request_are_spread_over_free_slots(wanted, engines, counts):
+    parts, waiting = Router().spread(wanted, engines)
+    assert [len(rows) for _, rows in parts] == counts
+    assert len(waiting) == wanted.num_rows - sum(counts)
+
+
+def test_rows_wait_until_there_is_room_for_many():
+    router, wanted = Router(), prompts_of(1000)
+    full, free = [at(0, 360, 320), at(1, 340, 320)], [at(0, 360, 320), at(1, 310, 320)]
+    assert router.further(wanted, range(500, 1000), full) is None
+    engine, rows = router.further(wanted, range(500, 1000), free)
+    assert (engine, rows) == (free[1], range(500, 550))
+    assert router.further(wanted, range(990, 1000), full) == (full[1], range(990, 1000))
+    assert router.further(wanted, range(500, 1000), []) is None
 
 
 class Pool:
@@ -209,3 +277,92 @@ def test_engines_come_and_go(engines, tmp_path):
         wait_until(lambda: client.phase == "lost")
         with pytest.raises(Unavailable):
             client.submit(request("d"))
+
+
+def texts_of(items: list, num_rows: int) -> list[str]:
+    texts = [""] * num_rows
+    for event in items:
+        for delta in event.deltas:
+            texts[delta.index] += delta.text
+    return texts
+
+
+def test_a_request_of_many_rows_runs_on_both_engines_and_ends_as_one(engines):
+    client, running = engines
+    ticket = client.submit(prompts_of(700, max_tokens=3), endpoint="/x")  # 640 slots
+    items = drain(ticket)
+    assert texts_of(items, 700) == [" w0 w1 w2"] * 700
+    finishes = {finish.index: finish for event in items for finish in event.finishes}
+    assert [finishes[row].prompt_tokens for row in range(700)] == [1 + row % 7 for row in range(700)]
+    assert (ticket.accepted, ticket.failure, ticket.open_rows) == (True, None, 0)
+    assert all(engine.worker.stats()["generation_tokens_total"] > 300 for engine in running)
+    wait_until(lambda: [link.open_rows for link in client.links] == [0, 0])
+    assert (client._handed, client._waiting, [link.parts for link in client.links]) == ({}, {}, [{}, {}])
+
+
+def test_rows_that_wait_follow_as_others_end(engines):
+    client, running = engines
+    ticket = client.submit(prompts_of(2000, max_tokens=2))
+    assert texts_of(drain(ticket, 60), 2000) == [" w0 w1"] * 2000
+    assert sum(engine.worker.stats()["generation_tokens_total"] for engine in running) == 4000
+
+
+def test_a_request_in_parts_is_seen_stopped_and_cancelled_as_one(engines):
+    client, running = engines
+    answers = queue.SimpleQueue()
+
+    def live(**more) -> list:
+        client.ask(Ask("q", **more), answers.put)
+        return answers.get(timeout=30)
+
+    def idle() -> bool:
+        return all(engine.worker.stats()["slots_free"] == 320 for engine in running)
+
+    stopped, cancelled = (client.submit(prompts_of(100, 1, 100_000, name), given_id="mine") for name in ("a", "b"))
+    wait_until(
+        lambda: (
+            [(one.id, one.prompts, one.prompt_tokens, one.whole) for one in live()]
+            == [("a", 100, 395, ""), ("b", 100, 395, "")]
+        )
+    )
+    assert [one.id for one in live(request_id="a", stop=True)] == ["a"]
+    assert drain(stopped)[-1].exception().code == "cancelled"
+    wait_until(lambda: [one.id for one in live(request_id="mine")] == ["b"])
+    cancelled.cancel()
+    drain(cancelled)
+    wait_until(idle)
+    more = client.submit(prompts_of(2000, 1, 100_000, "c"))
+    wait_until(lambda: more.accepted)
+    more.cancel()  # with rows that no engine has
+    drain(more)
+    wait_until(idle)
+    assert client._waiting == client._handed == client.tickets == {}
+
+
+def test_a_request_in_parts_fails_as_one_with_an_engine(engines):
+    client, running = engines
+    ticket = client.submit(prompts_of(2000, 1, 100_000))
+    wait_until(lambda: ticket.accepted and all(link.parts for link in client.links))
+    running[1].close()
+    *_, last = drain(ticket)
+    assert last.exception().code == "engine_lost"
+    wait_until(lambda: running[0].worker.stats()["slots_free"] == 320)
+    assert client._waiting == client._handed == {}
+
+
+def test_what_one_engine_refuses_another_one_takes(engines):
+    """One whose queue is full, or that ends; 429 comes when all are full."""
+    client, running = engines
+    running[0].worker.queue = 0
+    tickets = [client.submit(request(str(number))) for number in range(8)]
+    assert [len(drain(ticket)) for ticket in tickets] == [5] * 8
+    assert running[0].worker.stats()["generation_tokens_total"] == 0
+    running[1].worker.queue = 0
+    (refused,) = drain(client.submit(request("full")))
+    assert (refused.exception().status, refused.code) == (429, "queue_full")
+    (refused,) = drain(client.submit(prompts_of(100)))
+    assert refused.code == "queue_full"
+    running[0].worker.queue = running[1].worker.queue = 512
+    running[1].worker.drain()  # which the client does not know yet
+    tickets = [client.submit(request(str(number))) for number in range(8)]
+    assert [len(drain(ticket)) for ticket in tickets] == [5] * 8

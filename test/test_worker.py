@@ -204,6 +204,23 @@ def test_seeded_rows_do_not_depend_on_their_neighbours():
     assert first != second  # n equal prompts differ: the choice index is in the key
 
 
+def test_the_parts_of_a_request_draw_what_the_whole_one_does():
+    """On whichever engine each is: their rows have the same numbers."""
+    params = SamplingParams(seed=7, temperature=1.0, top_k=0, top_p=1.0, ignore_eos=True)
+    many = {"prompts": [list(text) for text in (b"one", b"two", b"three", b"four")], "copies": 2}
+    for fields, cuts in (({"prompts": [list(b"alone")], "copies": 6}, (0, 1, 4, 6)), (many, (0, 2, 6, 8))):
+        whole = Request(id="whole", sampling=params, max_tokens=12, **fields)
+        engines = [Harness() for _ in cuts]
+        engines[0].worker.submit(whole, b"test")
+        for engine, begin, end in zip(engines[1:], cuts, cuts[1:], strict=False):
+            engine.worker.submit(whole.part(f"from {begin}", range(begin, end)), b"test")
+        for engine in engines:
+            engine.run()
+        parts = [(index, text) for engine in engines[1:] for part in engine.texts.values() for index, text in part.items()]
+        assert sorted(parts) == sorted(engines[0].texts["whole"].items())
+        assert len({text for _, text in parts}) == len(parts) == whole.num_rows
+
+
 def test_rows_without_a_seed_are_fresh():
     harness = Harness(slots=4)
     params = SamplingParams(temperature=2.0, top_k=0, top_p=1.0)

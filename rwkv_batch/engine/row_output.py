@@ -206,7 +206,7 @@ def rows_of(
                 prompt = separated(prompt, lease.newlines, tokenizer)
             sequence.prompt, sequence.recalled = ids + prompt, len(ids)
         if accepted.masks is not None:
-            sequence.mask = mask = accepted.masks[sequence.index]
+            sequence.mask = mask = accepted.masks[sequence.index - sequence.request.first]
             mask.sequence = sequence
         rows[sequence] = RowOutput(active, IncrementalDetokenizer(tokenizer.token_bytes, stops), kept, prompt)
     return rows

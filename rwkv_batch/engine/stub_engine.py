@@ -30,7 +30,7 @@ class StubRow:
     def __init__(self, run: "StubRequest", index: int):
         self.run = run
         self.index = index
-        self.prompt_tokens = len(run.request.prompts[index // run.request.copies])
+        self.prompt_tokens = len(run.request.prompts[(index - run.request.first) // run.request.copies])
         self.to_feed = self.prompt_tokens
         self.sampled = 0
         self.gathered: list[str] = []
@@ -103,7 +103,7 @@ class StubEngine:
             if self._fault_at in by:
                 run.fault = self._fault
             self._runs[request.id] = run
-            self._waiting.extend(StubRow(run, index) for index in range(request.num_rows))
+            self._waiting.extend(StubRow(run, index) for index in request.indices)
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:

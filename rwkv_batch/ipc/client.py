@@ -7,7 +7,7 @@ from typing import Any
 from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.ipc.link import Pace, SessionAnswer
 from rwkv_batch.ipc.loop import Among, LinkLoop, best_phase, first_info, refuse_in, sum_of_stats
-from rwkv_batch.ipc.messages import Ask, EngineInfo, Execute, Live, Seat, Submit
+from rwkv_batch.ipc.messages import Ask, EngineInfo, Execute, Live, Seat, Submit, encode
 from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.request import Event, Request
 from rwkv_batch.served.variants import VariantOrder
@@ -99,7 +99,8 @@ class EngineClient(LinkLoop):
         refuse_in(best_phase(self.links_of(among)))
         ticket = Ticket(self._cancel, request, format_event)
         ticket.answered, ticket.ended, ticket.among = answered, ended, among
-        self._outbox.append((ticket, Submit(request, endpoint, given_id)))
+        message = Submit(request, endpoint, given_id)
+        self._outbox.append((ticket, message, encode(message)))  # encoded here: what cannot be must not end the client's thread
         self._bell.ring()
         return ticket
 
@@ -123,7 +124,7 @@ class EngineClient(LinkLoop):
 
     def fail_all(self, error: RwkvBatchError) -> None:
         """End all open tickets with an error."""
-        self._outbox.append((None, error))
+        self._outbox.append((None, error, b""))
         self._bell.ring()
 
     def _cancel(self, ticket: Ticket) -> None:

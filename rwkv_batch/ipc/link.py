@@ -35,14 +35,23 @@ SessionAnswer = Page | Deleted | VariantsNow | Failure
 
 
 class Part:
-    """The rows of a request that one engine has. `id`: what the engine calls them."""
+    """The rows of a request that one engine has.
 
-    __slots__ = ("id", "open_rows", "ticket")
+    id       what the engine calls them
+    payload  what it was sent
+    refused  engines that did not take them, by their numbers
+    """
 
-    def __init__(self, ticket: Ticket, part_id: str, num_rows: int):
+    __slots__ = ("accepted", "id", "open_rows", "payload", "refused", "rows", "ticket")
+
+    def __init__(self, ticket: Ticket, part_id: str, rows: range, payload: bytes):
         self.ticket = ticket
         self.id = part_id
-        self.open_rows = num_rows
+        self.rows = rows
+        self.open_rows = len(rows)
+        self.payload = payload
+        self.accepted = False
+        self.refused: set[int] = set()
 
 
 class Pace(NamedTuple):
@@ -115,8 +124,12 @@ class EngineLink:
 
     def send(self, message: ToEngine) -> bool:
         """Send without waiting; whether the engine has room for it."""
+        return self.send_bytes(encode(message))
+
+    def send_bytes(self, payload: bytes) -> bool:
+        """The same with a message that is encoded."""
         try:
-            self._dealer.send(encode(message), zmq.NOBLOCK)
+            self._dealer.send(payload, zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True

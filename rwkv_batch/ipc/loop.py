@@ -13,13 +13,13 @@ from functools import partial
 import zmq
 
 from rwkv_batch.errors import EngineFailed, NotBegun, RwkvBatchError, Unavailable
+from rwkv_batch.ipc.handover import Handover
 from rwkv_batch.ipc.link import EngineLink, Pace, Part, SessionAnswer
 from rwkv_batch.ipc.messages import (
     PHASES,
     Accepted,
     Ask,
     Batch,
-    Cancel,
     CommandResult,
     EngineInfo,
     Execute,
@@ -29,6 +29,7 @@ from rwkv_batch.ipc.messages import (
     Status,
     Submit,
     ToHttp,
+    joined,
 )
 from rwkv_batch.ipc.router import Router
 from rwkv_batch.ipc.tickets import Ticket
@@ -37,6 +38,8 @@ from rwkv_batch.request import Event, Failure
 from rwkv_batch.served.variants import LoadState, RemoveStates, VariantOrder
 
 log = logging.getLogger(__name__)
+
+REFUSALS = ("queue_full", "draining", "loading", "engine_busy")  # codes of failures after which another engine may be asked
 
 
 Among = Collection[int] | None  # numbers of the engines that are meant, None = all
@@ -56,7 +59,7 @@ class Question:
             self.found = (self.found or []) + found
         self.pending.discard(index)
         if not self.pending and self.found is not None:
-            call_back(self.answer, sorted(self.found, key=lambda live: live.created))
+            call_back(self.answer, joined(self.found))
         return not self.pending
 
 
@@ -103,12 +106,13 @@ class LinkLoop:
         self.on_info: Callable[[EngineInfo], None] = lambda info: None
         self.observe: Callable[[Ticket, Event], None] = lambda ticket, event: None
         self.tickets: dict[str, Ticket] = {}
-        self._outbox: deque[tuple[Ticket, Submit] | tuple[None, RwkvBatchError]] = deque()
+        self._outbox: deque[tuple[Ticket, Submit, bytes] | tuple[None, RwkvBatchError, bytes]] = deque()
         self._cancelled: deque[Ticket] = deque()
         self._asked: deque[tuple[Ask, Callable[[list[Live]], None]]] = deque()
         self._questions: dict[str, Question] = {}
         self._commands: deque[tuple[Execute, Callable[[SessionAnswer], None], Among]] = deque()
-        self._parts: dict[str, list[tuple[EngineLink, Part]]] = {}  # of each ticket
+        self._handed: dict[str, Handover] = {}  # of each ticket
+        self._waiting: dict[str, Handover] = {}  # those with rows that no engine has yet, oldest first
         self._router = Router(number)
         self._bell = Bell()
         self._closing = False
@@ -137,6 +141,7 @@ class LinkLoop:
                 except ConnectionError as error:
                     self._lose(link, str(error))
                     link.connect()
+            self._hand_on()
             call_back(self.tick)
         self._fail(Unavailable("the server is stopping", code="draining"))
         for link in self.links:
@@ -175,50 +180,91 @@ class LinkLoop:
     def _end(self, link: EngineLink) -> None:
         link.disconnect()
         self._questions = {key: asked for key, asked in self._questions.items() if not asked.heard(link.seat.index, None)}
-        error = Unavailable("the engine was lost while it worked on this", code="engine_lost", retry_after=2.0)
+        error = engine_lost("this")
         for question in list(link.commands):
             call_back(link.commands.pop(question), Failure.of("", error))
-        error = Unavailable("the engine was lost while it worked on this request", code="engine_lost", retry_after=2.0)
+        error = engine_lost("this request")
         for part_id in list(link.parts):
             self._feed(link, Failure.of(part_id, error))
 
     def _send_out(self) -> None:
         while self._outbox:
-            ticket, message = self._outbox.popleft()
+            ticket, message, payload = self._outbox.popleft()
             if ticket is None:
                 self._fail(message)
             elif ticket.cancelled:  # its turn among the cancelled may have been already: it must not be sent after that
                 ticket.end()
             else:
-                self._submit(ticket, message)
+                self._submit(Handover(ticket, message, payload))
         while self._asked:
             self._put(*self._asked.popleft())
         while self._commands:
             self._execute(*self._commands.popleft())
         while self._cancelled:
             ticket = self._cancelled.popleft()
-            self.tickets.pop(ticket.request_id, None)
-            for link, part in self._parts.pop(ticket.request_id, ()):
-                if part.id in link.parts:
-                    link.drop(part)
-                    if not link.send(Cancel(part.id)):
-                        log.warning("a cancel was lost: the engine does not read")
+            self._forget(ticket)
             ticket.end()
 
-    def _submit(self, ticket: Ticket, message: Submit) -> None:
-        """Send a request to the engine that is to have it."""
+    def _submit(self, handover: Handover) -> None:
+        """Send a request to the engines that are to have it."""
+        ticket = handover.ticket
         self.tickets[ticket.request_id] = ticket
+        self._handed[ticket.request_id] = handover
+        parts, waiting = self._router.spread(handover.message.request, self.links_of(ticket.among))
         try:
-            link = self._router.link_for(message.request, self.links_of(ticket.among))
-            refuse_in(link.phase if link is not None else "lost")
+            refuse_in(parts[0][0].phase if parts else "lost")
         except RwkvBatchError as error:
             self._pass_on(ticket, Failure.of(ticket.request_id, error))
             return
-        part = Part(ticket, message.request.id, message.request.num_rows)
-        link.add(part)
-        self._parts[ticket.request_id] = [(link, part)]
-        if not link.send(message):
+        if waiting:
+            handover.waiting.append(waiting)
+            self._waiting[ticket.request_id] = handover
+        for link, rows in parts:
+            if not ticket.done:
+                self._give(handover, link, handover.part(rows))
+
+    def _give(self, handover: Handover, link: EngineLink, part: Part) -> None:
+        if not handover.give(link, part):
             self._feed(link, Failure.of(part.id, Unavailable("the engine does not keep up", code="engine_busy")))
+
+    def _hand_on(self) -> None:
+        """Send rows that wait to engines that have room for them now."""
+        for request_id, handover in list(self._waiting.items()):
+            links = self.links_of(handover.ticket.among)
+            while handover.waiting:
+                rows = handover.waiting.popleft()
+                found = self._router.further(handover.message.request, rows, links)
+                if found is None:
+                    handover.waiting.appendleft(rows)
+                    break
+                link, now = found
+                if rest := rows[len(now) :]:
+                    handover.waiting.appendleft(rest)
+                self._give(handover, link, handover.part(now))
+            if not handover.waiting:
+                self._waiting.pop(request_id, None)
+            elif not handover.in_hand and not any(link.ready for link in links):
+                self._pass_on(handover.ticket, Failure.of(request_id, engine_lost("this request")))
+
+    def _elsewhere(self, link: EngineLink, part: Part, failure: Failure) -> bool:
+        """Whether a part that an engine has refused goes to another one, now or later."""
+        handover = self._handed.get(part.ticket.request_id)
+        if part.accepted or failure.code not in REFUSALS or handover is None:
+            return False
+        part.refused.add(link.seat.index)
+        links = self.links_of(part.ticket.among)
+        others = [other for other in links if other.ready and other.seat.index not in part.refused]
+        other = self._router.link_for(handover.message.request, others)
+        if other is not None:
+            handover.take_back(link, part)
+            self._give(handover, other, part)
+            return True
+        if handover.ticket.accepted:
+            handover.take_back(link, part)
+            handover.waiting.appendleft(part.rows)
+            self._waiting[part.ticket.request_id] = handover
+            return True
+        return False
 
     def _put(self, question: Ask, answer: Callable[[list[Live]], None]) -> None:
         """Put a question to all engines that take requests, whether they have room for it or not: nobody waits forever."""
@@ -272,7 +318,10 @@ class LinkLoop:
             call_back(link.commands.pop(message.question, None), message.failure or message.answer)
         elif isinstance(message, Accepted):
             for part in filter(None, map(link.parts.get, message.request_ids)):
-                part.ticket.accept()
+                part.accepted = True
+                handover = self._handed.get(part.ticket.request_id)
+                if handover is not None and handover.is_accepted:
+                    part.ticket.accept()
         elif isinstance(message, Status):
             link.note(message)
             if message.info is not None and message.info != link.info:
@@ -287,8 +336,11 @@ class LinkLoop:
         if part is None:
             return
         if isinstance(event, Failure):
+            if self._elsewhere(link, part, event):
+                return
             link.drop(part)
         else:
+            part.accepted = True
             link.ended(part, len(event.finishes))
             if not part.open_rows:
                 link.drop(part)
@@ -303,13 +355,20 @@ class LinkLoop:
             ticket.failure = Failure.of(ticket.request_id, EngineFailed("internal error", code="internal"))
             ticket.cancel()
         if ticket.done:
-            self.tickets.pop(ticket.request_id, None)
-            self._parts.pop(ticket.request_id, None)
+            self._forget(ticket)
+
+    def _forget(self, ticket: Ticket) -> None:
+        """Nobody wants anything of it any more, whatever engines have of it."""
+        self.tickets.pop(ticket.request_id, None)
+        self._waiting.pop(ticket.request_id, None)
+        handover = self._handed.pop(ticket.request_id, None)
+        if handover is not None and not handover.cancel():
+            log.warning("a cancel was lost: the engine does not read")
 
     def _fail(self, error: RwkvBatchError) -> None:
         """All open tickets, and those not sent yet, end with the error."""
         while self._outbox:
-            ticket, _ = self._outbox.popleft()
+            ticket, *_ = self._outbox.popleft()
             if ticket is not None:
                 self.tickets[ticket.request_id] = ticket
         for ticket in list(self.tickets.values()):
@@ -333,6 +392,11 @@ def sum_of_stats(links: Iterable[EngineLink]) -> dict[str, int | float]:
         for name, value in link.stats.items():
             total[name] = total.get(name, 0) + value
     return total
+
+
+def engine_lost(what: str) -> Unavailable:
+    """What is said of work that an engine was lost with."""
+    return Unavailable(f"the engine was lost while it worked on {what}", code="engine_lost", retry_after=2.0)
 
 
 def refuse_in(phase: str) -> None:

@@ -1,6 +1,7 @@
 """What HTTP processes and the engine process say to each other, and its bytes. Knows nothing of models, sockets or HTTP."""
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -80,11 +81,17 @@ class Alive(msgspec.Struct, tag="alive", array_like=True, frozen=True):
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
-    """HTTP process: run this. `endpoint` is the path that was called, `given_id` the caller's own id of the request."""
+    """HTTP process: run this.
+
+    endpoint  the path that was called
+    given_id  the caller's own id of the request
+    whole     id of the request that this is a part of; empty: it is no part
+    """
 
     request: Request
     endpoint: str = ""
     given_id: str = ""
+    whole: str = ""
 
 
 class RequestId(msgspec.Struct, frozen=True):
@@ -149,7 +156,7 @@ class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
 
 
 class Live(msgspec.Struct, array_like=True):
-    """A request that runs or waits. `created` is epoch seconds, `tokens` counts what was sampled."""
+    """A request that runs or waits. `created` is epoch seconds, `tokens` counts what was sampled; `whole`: see `Submit`."""
 
     id: str
     endpoint: str
@@ -160,6 +167,7 @@ class Live(msgspec.Struct, array_like=True):
     ended: int = 0
     tokens: int = 0
     given_id: str = ""
+    whole: str = ""
 
 
 class Found(msgspec.Struct, tag="found", array_like=True, frozen=True):
@@ -195,16 +203,36 @@ def live_of(message: Submit) -> Live:
     prompt_tokens = sum(map(len, request.prompts))
     return Live(
         request.id, message.endpoint, time.time(), request.num_rows, prompt_tokens, request.max_tokens,
-        given_id=message.given_id,
+        given_id=message.given_id, whole=message.whole,
     )  # fmt: skip
 
 
 def matches(question: Ask, live: Live) -> bool:
     """Whether a request is one of those asked for, by our id or the caller's own.
 
-    The parts of a call have its id, a hyphen and a number.
+    The requests of a call have its id, a hyphen and a number.
     """
     wanted = question.request_id
-    if wanted is not None and wanted not in (live.id, live.given_id or None) and not live.id.startswith(wanted + "-"):
+    if (
+        wanted is not None
+        and wanted not in (live.id, live.given_id or None, live.whole or None)
+        and not live.id.startswith(wanted + "-")
+    ):
         return False
     return question.endpoint is None or live.endpoint == question.endpoint
+
+
+def joined(found: Iterable[Live]) -> list[Live]:
+    """Requests, oldest first, the parts of one as one: of their rows those that some engine has."""
+    whole: dict[str, Live] = {}
+    for live in sorted(found, key=lambda live: live.created):
+        name = live.whole or live.id
+        one = whole.get(name)
+        if one is None:
+            whole[name] = msgspec.structs.replace(live, id=name, whole="")
+        else:
+            one.prompts += live.prompts
+            one.prompt_tokens += live.prompt_tokens
+            one.ended += live.ended
+            one.tokens += live.tokens
+    return list(whole.values())

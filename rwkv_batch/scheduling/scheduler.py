@@ -85,7 +85,7 @@ class Scheduler:
             raise ValueError(f"request {request.id!r} is live already")
         if not all(request.prompts):
             raise ValueError(f"request {request.id!r} has an empty prompt")
-        sequences = [Sequence(request, index) for index in range(request.num_rows)]
+        sequences = [Sequence(request, index) for index in request.indices]
         if sequences:
             batch = (
                 SyncBatch(sequences, self.num_slots - self.spare_slots)

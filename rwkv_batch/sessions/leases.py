@@ -31,7 +31,7 @@ LOG_BACKLOG_BYTES = 8 * 2**30  # and the bytes of their states
 FEW_IDS = 32  # that each row of a request feeds again
 MAX_REPLAYS = 1000  # answers in memory, kept for their idempotency keys
 # Fields of requests that digests on disk are older than: they are left out of the digest of a request that does not use them.
-LATER_FIELDS = ("grammar", "min_p", "repetition_penalty", "state", "weights")
+LATER_FIELDS = ("first", "grammar", "min_p", "repetition_penalty", "state", "weights")
 
 ReplayKey = tuple[str, str, str]  # namespace, session as requests name it, idempotency key
 
