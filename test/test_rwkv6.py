@@ -288,6 +288,25 @@ def test_greedy_ids_equal_the_rwkv_package(package, tmp_path, num_prompts):
     assert_same_greedy_ids(package, tmp_path / "m.pth", random_tensors6(TINY6, 4096, 1), 4096, num_prompts)
 
 
+@pytest.mark.parametrize("name", ["tiny", "small heads"])
+def test_a_tuned_state_in_the_checkpoint_is_where_rows_begin(package, name, tmp_path):
+    """The package turns the file's [value, key] round for itself."""
+    tensors = {key: tensor.float() for key, tensor in random_tensors6(SHAPES6[name]).items()}
+    layers, width, size = SHAPES6[name][:3]
+    generator = torch.Generator().manual_seed(1)
+    for i in range(layers):
+        tensors[f"blocks.{i}.att.time_state"] = torch.randn(width // size, size, size, generator=generator) * 0.5
+    torch.save(tensors, tmp_path / "m.pth")
+    peer = package.RWKV(model=str(tmp_path / "m"), strategy="cpu fp32", verbose=False)
+    model, tokens = model_of(tensors), [5, 9, 200, 33, 77]
+    state = State(model.weights.shape, 3)
+    state.put(1, state.snapshot_of(model.weights.start))
+    expected = peer.forward(list(tokens), None)[0][model.weights.output_ids]
+    found = run(model, tokens, [3, 1, 1], state=state)[-1]
+    assert (found - expected).abs().max() <= TOLERANCE
+    assert (run(model, tokens, [5])[-1] - expected).abs().max() > 0.01
+
+
 @pytest.fixture(scope="module")
 def real6() -> dict[str, torch.Tensor]:
     """A real checkpoint of others with heads of 8, where it is at hand."""
