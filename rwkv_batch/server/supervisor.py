@@ -102,7 +102,7 @@ class Supervisor:
 
     def forget(self, index: int) -> None:
         """There is no such engine any more."""
-        del self.engines[index]
+        Path(self.engines.pop(index).seat.address.removeprefix("ipc://")).unlink(missing_ok=True)
         self.due = [start for start in self.due if start[1:] != ("engine", index)]
         self.tell_seats()
 
