@@ -2,9 +2,12 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from routes.http import variants
+from routes.http.context import RequestContext
 from routes.http.served import Models
 from routes.native.chat import V1Body, V3Body
 from routes.openai.schemas import ChatBody, CompletionBody, read
@@ -195,3 +198,18 @@ def test_the_end_of_an_answer_stands_between_turns():
     (text,) = read(ChatBody, {"messages": messages}).of_model(end).texts()
     assert text.startswith("User: hi\n\x1e\nAssistant: ho\n\x1e\nUser: hu\n\x1e\nAssistant:")
     assert validate(V3Body, {"contents": ["hi"]}).of_model(end).texts()[0].startswith("User: hi\n\x1e\nAssistant:")
+
+
+def test_a_call_whose_model_goes_while_it_is_read_is_answered_by_that_model():
+    scene = Scene()
+    app = SimpleNamespace(models=scene.models)
+    for name in ("a", "any", ""):
+        call = RequestContext(app, "POST", "/", {}, body={"model": name})
+        assert call.model_name == "a"
+        scene.client.use(seats(0, 1))
+        scene.models.told(table(1, b=1))
+        scene.meet(1)
+        assert asyncio.run(variants.choose(call, read(ChatBody, {"messages": [], "model": name}))) is None
+        assert variants.served_ids(call) == ["b"]
+        scene = Scene()
+        app.models = scene.models

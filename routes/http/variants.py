@@ -42,7 +42,7 @@ async def choose(context: "RequestContext", body: SamplingBody) -> Variant | Non
     With nothing served but one plain model, any name goes. A name that is not known is asked for once more: another process
     may have had it loaded just now.
     """
-    known = served(context)
+    known = served(context) | variants_of([context.model])  # which may have gone from the list meanwhile
     found = _found(context, body, known)
     if isinstance(found, NotFound):
         now = await context.app.execute(ListVariants(), context.model)
@@ -67,13 +67,13 @@ def _found(context: "RequestContext", body: SamplingBody, served: Mapping[str, S
 def _by_model(
     context: "RequestContext", body: SamplingBody, served: Mapping[str, Sequence[Variant]]
 ) -> Variant | NotFound | None:
-    wanted = body.model
-    choice = resolve(wanted, {context.model_name: served[context.model_name]})
+    wanted, own = body.model, {context.model_name: served[context.model_name]}
+    choice = resolve(wanted, own)
     if choice is not None:
         return choice.variant
     if wanted in ("", DEFAULT_MODEL):
         return None
-    if len(choices(served)) == 1 and not wanted.startswith(f"{context.model_name} "):
+    if len(choices(own)) == 1 and not wanted.startswith(f"{context.model_name} "):
         return None
     return _unknown("model", f"no such model: {wanted!r}", served)
 

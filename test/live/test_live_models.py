@@ -53,7 +53,7 @@ class Load:
 
 
 def names(server: ServerProcess) -> list[str]:
-    return [model["id"] for model in server.get("/models")[1]]
+    return [model["id"] for model in server.get("/v1/models")[1]["data"]]
 
 
 @pytest.fixture
