@@ -52,7 +52,7 @@ def phases(context: RequestContext) -> list[str]:
 async def stats(context: RequestContext) -> Response:
     """GET /stats: the engines' figures, added up and of each, and this HTTP process's."""
     client = context.app.client
-    info = client.info
+    info = context.model.info
     return json_reply(
         {
             "engine": {
@@ -65,6 +65,7 @@ async def stats(context: RequestContext) -> Response:
                 {
                     "index": link.seat.index,
                     "phase": link.phase,
+                    "model": link.info.model if link.info else None,
                     "device": link.info.device if link.info else link.seat.device,
                     "card": link.seat.device or None,
                     "sessions": link.seat.sessions,
@@ -100,7 +101,12 @@ async def server_status(context: RequestContext) -> Response:
             "api_version": "v1",
             "engine_version": __version__,
             "model": {"id": context.model_name, "name": context.model_name},
-            "capabilities": {"stop": True, "pause": False, "resume": False, "dynamic_loading": False},
+            "capabilities": {
+                "stop": True,
+                "pause": False,
+                "resume": False,
+                "dynamic_loading": context.config.models_dir is not None,
+            },
             "prefill_chunk_size": info.prefill_budget if info else 0,
             "prefill_queue": {
                 "hard_max_bsz": context.config.max_prompts,

@@ -1,15 +1,18 @@
 """How models come and go in a running server, with processes that only the test has."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from rwkv_batch.config import Config
-from rwkv_batch.errors import CheckpointError
+from rwkv_batch.errors import CheckpointError, NoMemory
 from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.request import Failure
 from rwkv_batch.served.models import Defaults, Loaded, LoadModel, ModelTable, RemoveModel
 from rwkv_batch.server.models.keeper import ModelKeeper, session_file
+from rwkv_batch.server.supervisor import Supervisor
 
 INFO = EngineInfo(model="x", layers=8, fingerprint="f")
 CONFIG = Config(model_path="/models/first.pth", drain_seconds=30)
@@ -147,6 +150,19 @@ def test_one_order_at_a_time():
     assert scene.processes.started == [1]
 
 
+def test_a_load_is_given_up_when_its_model_is_removed():
+    scene = Scene()
+    scene.load("second")
+    scene.remove("second")
+    failure, done = scene.answers
+    assert (failure.code, done.models) == ("cancelled", ["first"])
+    assert scene.processes.stopped == [1]
+    assert not scene.has_ended(1)
+    scene.load("first")
+    scene.remove("first")  # that one is served
+    assert scene.answers[2].code == "model_busy"
+
+
 @pytest.mark.parametrize(
     ("failure", "error"),
     [(None, "EngineFailed"), (Failure.of("", CheckpointError("x.pth: not finite")), "CheckpointError")],
@@ -270,3 +286,32 @@ def test_each_model_has_a_session_file_of_its_own():
     assert files[0] == "/data/sessions.second.db"
     assert len(set(files)) == len(files)
     assert all(file.startswith("/data/sessions.") and file.count("/") == 2 and len(file) < 90 for file in files)
+
+
+def test_orders_reach_the_keeper_once_the_server_is_there(tmp_path):
+    supervisor = Supervisor(CONFIG, tmp_path, [])
+    told = []
+    child = SimpleNamespace(index=0, tell=lambda word, what: told.append((word, what)))
+
+    def order(order) -> tuple:
+        report = {"event": "order", "question": "q", "order": msgspec.to_builtins(order)}
+        supervisor.models.hear(child, report, 0.0)
+        word, (question, result) = told.pop()
+        assert (word, question) == ("failed", "q")
+        return result.error, result.code
+
+    assert order(RemoveModel("other")) == ("NotBegun", "loading")
+    supervisor.announced = True
+    assert order(RemoveModel("other")) == ("NotFound", "model_not_found")
+    report = {"event": "order", "question": "q", "order": msgspec.to_builtins(LoadModel("/x", "second"))}
+    supervisor.models.hear(child, report, 0.0)
+    engine = supervisor.engines[1]
+    assert (engine.config.model_path, engine.seat.address) == ("/x", f"ipc://{tmp_path}/engine-1")
+    assert [start[1:] for start in supervisor.due] == [("engine", 1)]
+    failure = Failure.of("", NoMemory("needs 5 MiB, only 4 MiB are free"))
+    said = {"event": "failed", "failure": msgspec.to_builtins(failure)}
+    supervisor.models.hear(SimpleNamespace(index=1), said, 1.0)
+    assert supervisor.models.ended(1, "with status 2", 2.0)
+    assert told == [("failed", ["q", failure])]
+    assert failure.exception().status == 507
+    supervisor.selector.close()

@@ -90,6 +90,11 @@ class ModelKeeper:
 
     def take(self, order: ModelOrder, answer: Answer, now: float) -> None:
         """Begin to carry out an order; `answer` is called once, at once for one that is refused."""
+        if self._cancels(order):
+            began = self.work.began
+            self._fail(Conflict(f"loading {order.name} was given up, as was ordered", code="cancelled"))
+            answer(Loaded(order.name, now - began, self._names))
+            return
         try:
             self._check_free()
             work = Work(order, answer, now, self.table)
@@ -203,6 +208,15 @@ class ModelKeeper:
         if all(engine not in self.configs for entry in work.going for engine in entry.engines):
             self._finish(now)
 
+    @property
+    def _names(self) -> list[str]:
+        return [entry.name for entry in self.table.models]
+
+    def _cancels(self, order: ModelOrder) -> bool:
+        """Whether a model is to be removed that is still being loaded, and that no other one of its name stands for."""
+        loading = self.work is not None and isinstance(self.work.order, LoadModel) and self.work.table is None
+        return isinstance(order, RemoveModel) and loading and order.name == self.work.order.name not in self._names
+
     def _check_free(self) -> None:
         if self.draining:
             raise NotBegun("the server is shutting down", code="draining", retry_after=5.0)
@@ -232,7 +246,7 @@ class ModelKeeper:
     def _begin_remove(self, work: Work, order: RemoveModel) -> None:
         entry = self.table.entry(order.name)
         if entry is None:
-            names = ", ".join(entry.name for entry in self.table.models)
+            names = ", ".join(self._names)
             raise NotFound(
                 f"model_viewname: no such model; this server has {names}", param="model_viewname", code="model_not_found"
             )
@@ -250,7 +264,7 @@ class ModelKeeper:
 
     def _finish(self, now: float) -> None:
         work, self.work = self.work, None
-        names = [entry.name for entry in self.table.models]
+        names = self._names
         info = work.info or EngineInfo(model=work.order.name)
         log.info("%s: done; served: %s", work.described, ", ".join(names))
         work.answer(
