@@ -33,7 +33,7 @@ class Memory:
         self.states: dict[str, Snapshot] = {}
         self.released: list[str] = []
 
-    def use(self, compute):
+    def use(self, compute, telling):
         pass
 
     def lease(self, request, ready):

@@ -92,7 +92,7 @@ class Turns:
         self.commits: list[tuple[Lease, Fed, list[int], object]] = []
         self.leases: list[Lease] = []
 
-    def use(self, compute) -> None:
+    def use(self, compute, telling) -> None:
         pass
 
     def lease(self, request, ready) -> None:

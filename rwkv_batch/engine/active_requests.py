@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -66,6 +67,7 @@ class ActiveRequests(Admission):
         self._turns: list[Turn] = []  # to be kept when their texts are delivered
         self._ends = threading.RLock()  # held by who ends a request: nothing is told of it after a cancel, or before its text
         self._giving = False  # the loop's thread holds it, to give turns away
+        self._told_of: dict[Owner, list[Event]] | None = None  # another one does, to tell of some that are kept
 
     def _refuse(self, accepted: Accepted, error: RwkvBatchError) -> None:
         """A request does not start."""
@@ -102,9 +104,24 @@ class ActiveRequests(Admission):
                 event = Progress(id, [], [msgspec.structs.replace(finish, session=kept)])
             if self._giving:  # at once, before the text is delivered: with it
                 self._outbox.end_turn(active, event)
+            elif self._told_of is not None:
+                self._told_of.setdefault(active.owner, []).append(event)
             elif active.owner is not NOBODY:
                 self.deliver({active.owner: [event]})
             del self._active[id]
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """What is told of turns inside is delivered together: each delivery wakes the thread that sends."""
+        with self._ends:
+            self._told_of = {}
+            try:
+                yield
+            finally:
+                events, self._told_of = self._told_of, None
+                events.pop(NOBODY, None)
+                if events:
+                    self.deliver(events)
 
     def _fail(self, active: ActiveRequest, error: RwkvBatchError) -> None:
         """End a request with an error."""

@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -14,7 +14,7 @@ from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Request
 from rwkv_batch.served.variants import VariantOrder, VariantsNow
 from rwkv_batch.session_messages import Answer, CommitResult, Deleted, Page, Session, SessionCommand
-from rwkv_batch.sessions.shared import ComputeState
+from rwkv_batch.sessions.shared import ComputeState, Telling
 from rwkv_batch.text.detokenizer import StopMatcher
 from rwkv_batch.tuned.registry import Start, TunedStates
 from sampling.params import SamplingParams
@@ -92,8 +92,11 @@ class StateLease:
 class Sessions(Protocol):
     """Where named states live."""
 
-    def use(self, compute: ComputeState) -> None:
-        """States that are not at hand, only ids that lead to them, are computed by this; see `Admission.compute`."""
+    def use(self, compute: ComputeState, telling: Telling) -> None:
+        """States that are not at hand, only ids that lead to them, are computed by `compute`; see `Admission.compute`.
+
+        telling  inside it several turns may be told of
+        """
 
     def lease(self, request: Request, ready: Callable[[Lease | RwkvBatchError], None]) -> None:
         """Ask for the session of `request`; `ready` is called once, in any thread. Raises what refuses it at once."""
@@ -181,7 +184,7 @@ class Admission:
         self.grammars = grammars
         self.tuned = tuned
         if sessions is not None:
-            sessions.use(self.compute)
+            sessions.use(self.compute, self.telling)
         self.queue = queue
         self._inbox = Inbox()
         self._lock = threading.Lock()
@@ -242,6 +245,10 @@ class Admission:
                 cache=False,
             )
         self._inbox.put(Accepted(request, NOBODY, stops_of((), ()), lease=StateLease(initial, done)))
+
+    def telling(self) -> AbstractContextManager[None]:
+        """What is told of turns inside is delivered together."""
+        return nullcontext()
 
     def cancel(self, request_id: str) -> None:
         """End a request early; but for a turn that is being kept, nothing more is delivered for it."""

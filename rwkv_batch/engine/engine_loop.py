@@ -17,7 +17,7 @@ import msgspec
 from rwkv_batch.engine.active_requests import ActiveRequests, told
 from rwkv_batch.engine.admission import Accepted, ActiveRequest, Cancel, CancelOwner, Masked, Owner, Sessions
 from rwkv_batch.engine.engine import Engine, Step
-from rwkv_batch.engine.row_output import RowOutput, again, begin_forced, rows_of
+from rwkv_batch.engine.row_output import CheckpointTimes, RowOutput, again, begin_forced, rows_of
 from rwkv_batch.engine.token_mask import MaskPatience
 from rwkv_batch.errors import Conflict, EngineFailed, InvalidRequest, RwkvBatchError, Unavailable
 from rwkv_batch.grammar.masks import GrammarMask, Grammars
@@ -71,6 +71,7 @@ class EngineLoop(ActiveRequests):
         self.lost_sessions = 0  # that could not be written at the end; known when `run` has returned
         self._step: Step | None = None  # submitted, not read
         self._decodes = False  # whether it feeds no prompts
+        self._times = CheckpointTimes()
         self._planned = False  # whether there was something to run last time
         self._mask_patience = MaskPatience()
         self._totals = {"prompt_tokens_total": 0, "generation_tokens_total": 0, "steps_total": 0, "step_seconds_total": 0.0}
@@ -212,21 +213,15 @@ class EngineLoop(ActiveRequests):
     def _submit(self, plan: Plan) -> Step:
         step = self.engine.submit(plan)
         self._totals["steps_total"] += 1
-        wanted: list[tuple[Sequence, RowOutput, int]] = []  # rows whose states are kept now, and how many ids they generated
-        rows, distance = self._rows, self.checkpoint_tokens
+        # Rows whose states are kept now, and how many ids they generated.
+        wanted = self._times.take(self._totals["steps_total"], self.checkpoint_tokens, self._rows, self.scheduler.late_draws)
         for row in plan.rows:
+            if not row.ids:
+                continue  # nearly all of them
             self._totals["prompt_tokens_total"] += len(row.ids)
-            sequence = row.sequence
-            text = rows.get(sequence)
-            if text is None:
-                continue  # another row of its request has failed just now
-            if row.ids:
-                if self._fed(row, text):
-                    wanted.append((sequence, text, 0))
-            elif text.lease is not None:
-                num_generated = sequence.num_sampled - (not row.keeps)
-                if num_generated % distance == 0:
-                    wanted.append((sequence, text, num_generated))
+            text = self._rows.get(row.sequence)
+            if text is not None and self._fed(row, text):  # None: another row of its request has failed just now
+                wanted.append((row.sequence, text, 0))
         self._checkpoint(wanted)
         return step
 
@@ -249,11 +244,13 @@ class EngineLoop(ActiveRequests):
 
     def _checkpoint(self, wanted: list[tuple[Sequence, RowOutput, int]]) -> None:
         """Keep the states of rows, which hold so many generated ids; rows that want it behind one step share the copy."""
-        for (_, row, count), state in zip(wanted, self._snapshots([s.slot for s, _, _ in wanted]), strict=True):
+        for (sequence, row, count), state in zip(wanted, self._snapshots([s.slot for s, _, _ in wanted]), strict=True):
             if isinstance(state, RwkvBatchError):
                 self._fail(row.active, state)
-            else:
-                row.add_checkpoint(count, state)
+                continue
+            row.add_checkpoint(count, state)
+            if count == 0:
+                self._times.begin(self._totals["steps_total"], self.checkpoint_tokens, sequence)
 
     def _read(self, step: Step) -> None:
         """Turn a step's ids into text; end rows that stopped."""

@@ -129,6 +129,38 @@ class RowOutput:
         return taken
 
 
+class CheckpointTimes:
+    """When rows whose states are kept have generated as many ids as want another checkpoint.
+
+    A row generates one id a step at most, so it is looked at when it may have as many, and not in each step.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[int, list[tuple[Sequence, int]]] = defaultdict(list)  # by step: who may have how many ids then
+
+    def begin(self, step: int, distance: int, sequence: Sequence) -> None:
+        """A row's prompt was fed with this step."""
+        self._due[step + distance].append((sequence, distance))
+
+    def take(
+        self, step: int, distance: int, rows: dict[Sequence, RowOutput], late_draws: bool
+    ) -> list[tuple[Sequence, RowOutput, int]]:
+        """Return those whose states behind this step are wanted, and how many generated ids they hold."""
+        wanted = []
+        for sequence, target in self._due.pop(step, ()):
+            text = rows.get(sequence)
+            if text is None or text.reason is not None:
+                continue
+            keeps = late_draws and sequence.mask is not None
+            missing = target - (sequence.num_sampled - (not keeps))
+            if missing == 0:
+                wanted.append((sequence, text, target))
+            while missing <= 0:
+                missing, target = missing + distance, target + distance
+            self._due[step + missing].append((sequence, target))
+        return wanted
+
+
 class Outbox:
     """What a step brought, by owner and request, until it is delivered."""
 

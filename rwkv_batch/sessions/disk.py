@@ -212,8 +212,10 @@ class StateWriter:
             self._shared.totals["state_commits_total"] += len(good)
             self._shared.totals["state_commit_seconds_total"] += time.monotonic() - began
             self._leases.go_on()
-        for job, resident in good:
-            job.done(self._result(resident))
+        results = [(job.done, self._result(resident)) for job, resident in good]
+        with self._shared.telling():
+            for done, result in results:
+                done(result)
 
     def _prepare(self, job: Commit, new: set[Key]) -> ResidentSession:
         """Give the state its name and version; Conflict or EngineFailed when it cannot be saved."""

@@ -126,6 +126,7 @@ class LeaseManager:
     keys         idempotency keys of turns in progress
     replays      answers in memory, kept for their idempotency keys, the oldest first
     mark         behind the states of turns that are committed together
+    gathers      whether more of them come, so that the storage thread need not wake yet
     """
 
     turns = Guarded[dict[Key, deque[Lease]]]()
@@ -138,6 +139,7 @@ class LeaseManager:
     keys = Guarded[set[ReplayKey]]()
     replays = Guarded[OrderedDict[ReplayKey, Replay]]()
     mark = Guarded[Mark | None]()
+    gathers = Guarded[bool]()
 
     def __init__(self, shared: Shared, store: SessionStore, *, wait_seconds: float, max_waiting: int):
         self.lock = shared.lock
@@ -149,7 +151,7 @@ class LeaseManager:
         with self.lock:
             self.turns, self.next_turns, self.held, self.granted, self.unanswered = {}, deque(), deque(), set(), {}
             self.deadlines, self.num_deadlines, self.keys, self.replays = [], 0, set(), OrderedDict()
-            self.mark = None
+            self.mark, self.gathers = None, False
 
     # From any thread.
 
@@ -186,17 +188,20 @@ class LeaseManager:
     def commit(self, commit: Commit) -> None:
         """See `Lease.commit`."""
         with self.lock:
-            self._shared.enqueue(commit._replace(written=self.mark or self._shared.copies.mark()))
+            self._shared.jobs.add(commit._replace(written=self.mark or self._shared.copies.mark()))
+            if not self.gathers:
+                self.lock.ring()
 
     @contextmanager
     def together(self) -> Iterator[None]:
         """See `StatePool.together`."""
         with self.lock:
-            self.mark = self._shared.copies.mark()
+            self.mark, self.gathers = self._shared.copies.mark(), True
             try:
                 yield
             finally:
-                self.mark = None
+                self.mark, self.gathers = None, False
+                self.lock.ring()
 
     def end(self, lease: Lease, *, nonfinite: bool = False) -> None:
         """The lease is over, or will never be given; the next one in line has its turn."""

@@ -26,7 +26,7 @@ when more than `snapshot_tokens` ids lead to a state, when it leaves memory, and
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -37,7 +37,7 @@ from rwkv_batch.sessions.commands import SessionCommands
 from rwkv_batch.sessions.disk import StateReader, StateWriter
 from rwkv_batch.sessions.leases import Lease, LeaseManager
 from rwkv_batch.sessions.room import Room
-from rwkv_batch.sessions.shared import GROUP_LOADS, ComputeState, Durability, Execute, Shared
+from rwkv_batch.sessions.shared import GROUP_LOADS, ComputeState, Durability, Execute, Shared, Telling
 from rwkv_batch.sessions.snapshots import SnapshotWriter
 from rwkv_batch.sessions.state_file import StateFile
 from rwkv_batch.sessions.storage import StorageThread
@@ -107,9 +107,13 @@ class StatePool:
         )
         self._thread.start()
 
-    def use(self, compute: ComputeState) -> None:
-        """States that several rows start from, or a file is made of, are computed by this."""
+    def use(self, compute: ComputeState, telling: Telling = nullcontext) -> None:
+        """States that several rows start from, or a file is made of, are computed by `compute`.
+
+        telling  inside it several turns are told of that were saved together
+        """
         self.shared.compute_state = compute
+        self.shared.telling = telling
 
     def lease(self, request: Request, ready: Callable[[Lease | RwkvBatchError], None]) -> None:
         """Ask for a session; `ready` is called once, in any thread, with the lease or with why there is none.

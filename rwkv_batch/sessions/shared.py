@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 from rwkv_batch.errors import NotBegun, RwkvBatchError, StorageFailed, Unavailable
@@ -22,6 +23,7 @@ TOTALS = (
     "state_loads_l1_total", "state_loads_l2_total", "state_loads_db_total",
 )  # fmt: skip
 Durability = Literal["log", "turn", "relaxed", "shutdown"]
+Telling = Callable[[], AbstractContextManager[None]]
 ComputeState = Callable[[Callable[[], Snapshot | None], list[int], Callable[[Snapshot | RwkvBatchError], None]], None]
 
 MAX_DEMOTES = 64  # sessions that wait to be copied to the host; more than these leave memory, if they are on disk
@@ -243,6 +245,7 @@ class Shared:
     """The sessions in memory and the work that waits, with the rules that need both.
 
     compute_state  computes a state from one before and ids, on the engine; None = there is none
+    telling        inside it several turns are told of
     snapshot_tokens  most ids that lead to a state on disk before it is to be written whole
     last_nodes  the last number of each dialogue that was looked up
     lagging     sessions in memory that are to be written whole, for many ids lead to their states on disk
@@ -265,6 +268,7 @@ class Shared:
         self.copies = copies
         self.durability = durability
         self.compute_state: ComputeState | None = None
+        self.telling: Telling = nullcontext
         with self.lock:
             self.tiers = tiers
             self.jobs = JobQueue()
