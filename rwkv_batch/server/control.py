@@ -89,7 +89,7 @@ def begin(role: str) -> Control:
     return control
 
 
-def settle() -> None:
+def freeze_loaded() -> None:
     """What was made until now stays: collections of garbage need not look at it again, and they come less often.
 
     One that looks at all of torch's objects takes a tenth of a second, and everybody waits for it.

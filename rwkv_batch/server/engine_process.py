@@ -15,7 +15,7 @@ from rwkv_batch.errors import CheckpointError, EngineFailed, NoMemory, RwkvBatch
 from rwkv_batch.ipc.server import EngineServer
 from rwkv_batch.request import Failure
 from rwkv_batch.server import lines
-from rwkv_batch.server.control import BEAT_SECONDS, Control, address_in, settle
+from rwkv_batch.server.control import BEAT_SECONDS, Control, address_in, freeze_loaded
 from rwkv_batch.server.exit_codes import EXIT_ENGINE, EXIT_LOST, EXIT_USAGE
 from rwkv_batch.sessions.remote.messages import path_in
 
@@ -64,7 +64,7 @@ def run(control: Control) -> int:
     except Exception as error:
         control.report("failed", failure=Failure.of("", without_memory(error)))
         raise
-    settle()
+    freeze_loaded()
     server.attach(core)
     control.report("ready", info=core.info)
     try:

@@ -6,7 +6,7 @@ import threading
 import time
 
 from rwkv_batch.errors import UsageError
-from rwkv_batch.server.control import BEAT_SECONDS, Control, settle
+from rwkv_batch.server.control import BEAT_SECONDS, Control, freeze_loaded
 from rwkv_batch.server.exit_codes import EXIT_ENGINE, EXIT_USAGE
 from rwkv_batch.sessions.remote.messages import path_in
 from rwkv_batch.sessions.remote.server import StoreServer
@@ -24,7 +24,7 @@ def run(control: Control) -> int:
         return EXIT_USAGE
     control.listen({"drain": lambda: None, "stop": server.stop})
     threading.Thread(target=_beat, args=(control,), name="beat", daemon=True).start()
-    settle()
+    freeze_loaded()
     control.report("ready")
     try:
         server.run()
