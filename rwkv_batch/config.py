@@ -100,15 +100,18 @@ class Config:
     # CUDA grids have at most 65,535 blocks along y: rows of a step, or pieces of 16 of its tokens.
     slots: int = setting(0, "batching", "sequences decoded at the same time; 0 = automatic", low=0, high=MAX_SLOTS)
     spare_slots: float = setting(
-        0.0625,
-        "batching",
-        "further slots, as a share of --slots, for requests that have no row in any: others that fill all do not stop them",
-        low=0,
-        high=1,
+        0.0625, "batching", "further slots, as a share of --slots, kept for requests that have no row running", low=0, high=1
     )
     prefill_budget: int = setting(0, "batching", "prompt tokens fed in one step; 0 = automatic", low=0, high=1_000_000)
     busy_prefill_budget: int = setting(
         0, "batching", "the same while others decode, whose next tokens wait for the step; 0 = automatic", low=0, high=1_000_000
+    )
+    itl_budget_ms: float = setting(
+        0.0,
+        "batching",
+        "milliseconds that prompts may add to the gap between two tokens of others; 0 = any",
+        low=0,
+        high=60_000,
     )
     batch_invariant: bool = setting(
         False, "batching", "decode in graphs of one size only: a row's tokens then do not depend on how many others run"

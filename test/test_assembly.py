@@ -180,6 +180,19 @@ def test_a_cpu_feeds_prompts_in_smaller_parts_beside_rows_that_decode(tiny_check
     assert fed[1] <= fed[0] / 4
 
 
+def test_a_budget_in_milliseconds_takes_the_place_of_one_in_tokens(tiny_checkpoint, tmp_path):
+    def scheduler_of(**settings):
+        config = Config(model_path=str(tiny_checkpoint), device="cpu", slots=2, state_db=str(tmp_path / "db"), **settings)
+        worker = build.build_engine_loop(config, lambda batch: None)
+        worker.sessions.close()
+        return worker.scheduler
+
+    plain, timed = scheduler_of(), scheduler_of(itl_budget_ms=20)
+    assert (plain.pace, plain.busy_budget) == (None, build.CPU_BUSY_PREFILL)
+    assert (timed.pace.budget_ms, timed.busy_budget) == (20, None)
+    assert scheduler_of(itl_budget_ms=20, busy_prefill_budget=96).busy_budget == 96
+
+
 def test_planes_are_put_back_in_order():
     planes = torch.arange(6)[list(layer_kernels.PLANES)]
     assert planes[self_check.ORDER].tolist() == list(range(6))

@@ -51,6 +51,7 @@ from rwkv_batch.model.quantized_file import Stored, described, stored_as
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weights import DTYPES, ModelShape
 from rwkv_batch.request import Failure, Progress
+from rwkv_batch.scheduling.pace import PrefillPace
 from rwkv_batch.scheduling.plan import SCORED_TOKENS
 from rwkv_batch.scheduling.prefix_cache import PrefixCache
 from rwkv_batch.scheduling.scheduler import Scheduler
@@ -119,9 +120,10 @@ def build_engine_loop(
         spare_slots=num_spare,
         prefill_budget=budget,
         mixed=on_cpu,
-        busy_budget=config.busy_prefill_budget or (CPU_BUSY_PREFILL if on_cpu else GPU_BUSY_PREFILL),
+        busy_budget=busy_budget(config, on_cpu=on_cpu),
         prefixes=build_prefixes(config),
         late_draws=not on_cpu,
+        pace=build_pace(config, engine, budget, mixed=on_cpu),
     )
     levels = session_levels(config, memory, num_slots + num_spare) if store is not None else {}
     sessions = build_sessions(config, weights, levels, store) if store is not None else None
@@ -159,6 +161,23 @@ def build_engine_loop(
     )
     tuned.changed = engine_loop.show_variants
     return engine_loop
+
+
+def busy_budget(config: Config, *, on_cpu: bool) -> int | None:
+    """Return how many prompt tokens a plan may feed while rows decode, whatever they take; None = as many as any plan."""
+    if config.busy_prefill_budget:
+        return config.busy_prefill_budget
+    if config.itl_budget_ms:
+        return None
+    return CPU_BUSY_PREFILL if on_cpu else GPU_BUSY_PREFILL
+
+
+def build_pace(config: Config, engine: Engine, budget: int, *, mixed: bool) -> PrefillPace | None:
+    """Return what bounds the time that prompts take from rows that decode, if anything does."""
+    if not config.itl_budget_ms:
+        return None
+    captured = engine.prefills.sizes if engine.prefills is not None else ()
+    return PrefillPace(config.itl_budget_ms, budget=budget, mixed=mixed, captured=captured)
 
 
 def session_levels(config: Config, memory: MemoryPlan, num_slots: int) -> dict[str, int]:

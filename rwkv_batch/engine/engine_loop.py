@@ -74,6 +74,7 @@ class EngineLoop(ActiveRequests):
         self._times = CheckpointTimes()
         self._planned = False  # whether there was something to run last time
         self._mask_patience = MaskPatience()
+        self._pace = scheduler.pace
         self._totals = {"prompt_tokens_total": 0, "generation_tokens_total": 0, "steps_total": 0, "step_seconds_total": 0.0}
 
     def show_variants(self, variants: list[Variant]) -> None:
@@ -211,7 +212,11 @@ class EngineLoop(ActiveRequests):
                 self._end(sequence, row, "length")
 
     def _submit(self, plan: Plan) -> Step:
+        if self._pace is not None:
+            self._pace.began(plan, time.monotonic())
         step = self.engine.submit(plan)
+        if self._pace is not None and step.arrived is None:  # the device does not run beside the host
+            self._pace.ended(time.monotonic())
         self._totals["steps_total"] += 1
         # Rows whose states are kept now, and how many ids they generated.
         wanted = self._times.take(self._totals["steps_total"], self.checkpoint_tokens, self._rows, self.scheduler.late_draws)
@@ -256,7 +261,10 @@ class EngineLoop(ActiveRequests):
         """Turn a step's ids into text; end rows that stopped."""
         for sequence, tokens in step.scoring.collect() if step.scoring is not None else ():
             self._add_scores(sequence, tokens)
-        for token in self.engine.collect(step):
+        tokens = self.engine.collect(step)
+        if self._pace is not None and step is self._step and step.arrived is not None:
+            self._pace.ended(time.monotonic())
+        for token in tokens:
             row = self._rows.get(token.sequence)
             if row is None or row.reason is not None:
                 continue  # ended one step ago
@@ -341,6 +349,7 @@ def stats_of(scheduler: Scheduler) -> dict[str, int | float]:
         "slots": scheduler.num_slots,
         "slots_free": scheduler.num_free,
         **(scheduler.prefixes.stats() if scheduler.prefixes is not None else {}),
+        **(scheduler.pace.stats() if scheduler.pace is not None else {}),
     }
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from rwkv_batch.request import Request, Sequence
 from rwkv_batch.scheduling.continuous_batch import ContinuousBatch
+from rwkv_batch.scheduling.pace import PrefillPace
 from rwkv_batch.scheduling.plan import Batch, FreeSlots, Plan, PrefillQueue, Row
 from rwkv_batch.scheduling.prefix_cache import PrefixCache
 from rwkv_batch.scheduling.sync_batch import SyncBatch
@@ -28,6 +29,7 @@ class Scheduler:
     prefixes        states that rows may start from, None = each is fed from its first token
     late_draws      whether rows with masks sample in front of their next step instead of behind the last, so that the ids
                     can be read and masks be made while a step runs, and such rows need not sit out every other step
+    pace            bounds by time what a plan may feed while rows decode, None = only by `busy_budget`
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Scheduler:
         busy_budget: int | None = None,
         prefixes: PrefixCache | None = None,
         late_draws: bool = False,
+        pace: PrefillPace | None = None,
     ):
         self.num_slots = num_slots
         self.spare_slots = spare_slots
@@ -47,6 +50,7 @@ class Scheduler:
         self.busy_budget = busy_budget
         self.prefixes = prefixes
         self.late_draws = late_draws
+        self.pace = pace
         self._free = FreeSlots(num_slots)
         self._batches: dict[str, Batch] = {}  # every live request
         self._queue: deque[Batch] = deque()  # those that are ready to start rows
@@ -114,6 +118,8 @@ class Scheduler:
         else:
             rows = self._decode()
             self._decoded_last = True
+            if self.pace is not None:
+                self.pace.decoded()
         masked = bool(self._masked) and any((row.sample or row.draws) and row.sequence.mask is not None for row in rows)
         return Plan(rows, masked) if rows else None
 
@@ -181,7 +187,11 @@ class Scheduler:
     @property
     def _feeds_next(self) -> bool:
         """Whether the next plan feeds prompts and no row decodes in it."""
-        return not self.mixed and bool(self._prompts) and (self._decoded_last or not self._decoding)
+        if self.mixed or not self._prompts:
+            return False
+        if self._decoded_last or not self._decoding:
+            return True
+        return self.pace is not None and self.busy_budget is None and self.pace.goes_on
 
     def _start_rows(self) -> None:
         """Give free slots to the requests in the queue, each its turn."""
@@ -211,7 +221,9 @@ class Scheduler:
 
     def _feed_prompts(self) -> list[Row]:
         """Return the next chunks of prompts; rows that sample with it decode from the next plan on."""
-        rows = self._prompts.take(self.busy_budget if self._decoding else None)
+        rows = self._prompts.take(self._busy_limit() if self._decoding else None)
+        if self.pace is not None:
+            self.pace.fed(sum(len(row.ids) for row in rows), beside_decoding=bool(self._decoding))
         for row in rows:
             if row.sample:
                 row.sequence.num_sampled += 1
@@ -221,6 +233,13 @@ class Scheduler:
                     late = self.late_draws and row.sequence.mask is not None
                     self._decoding[row.sequence] = Row(row.sequence, ids=[], sample=not late, keeps=late)
         return rows
+
+    def _busy_limit(self) -> int | None:
+        """Return how many prompt tokens a plan may feed while rows decode; None = as many as any plan."""
+        if self.pace is None:
+            return self.busy_budget
+        allowance = self.pace.allowance
+        return allowance if self.busy_budget is None else min(allowance, self.busy_budget)
 
     def _decode(self) -> list[Row]:
         """Return one row for every decoding sequence, but for those whose mask is not ready.
