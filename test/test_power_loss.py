@@ -176,7 +176,7 @@ def parents_in(lines: Iterable[str]) -> dict[int, int]:
 
 def seen(database: SessionDatabase, record: Record) -> tuple[int, ...]:
     """The turns that led to a version's state."""
-    pieces, ids, _ = database.load(record)
+    pieces, ids, _, _ = database.load(record)
     ids = (*(ids_of(FILE.decode(pieces).snapshot) if pieces is not None else ()), *ids)
     assert len(ids) == record.tokens
     return ids[::TURN_IDS]
