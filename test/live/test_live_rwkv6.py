@@ -18,8 +18,6 @@ from routes import ROUTES
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
-STOPS = ("/v1/server/stop", "/big_batch/clean")
-
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerProcess]]:
@@ -36,7 +34,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerPro
 def test_each_route_answers_as_with_rwkv7(servers):
     asked = 0
     for route in ROUTES:
-        if route.takes_file or "*" in route.path or ":" in route.path or route.path in STOPS:
+        changes_server = route.method == "POST" and route.access == "admin"
+        if changes_server or route.takes_file or "*" in route.path or ":" in route.path:
             continue
         for body in examples(route.path) if route.method == "POST" else [None]:
             six, seven = (server.request(route.method, route.path, body, {"Accept": "*/*"}) for server in servers)
