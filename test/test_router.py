@@ -2,18 +2,21 @@
 
 import contextlib
 import queue
+import threading
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_channel import Engine, drain, request, wait_until
+from test_worker import Harness
 
 from rwkv_batch import session_messages
 from rwkv_batch.errors import Unavailable
 from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.messages import PHASES, Ask, EngineInfo, Seat
 from rwkv_batch.ipc.router import Router, room_of
+from rwkv_batch.ipc.server import EngineServer
 from rwkv_batch.request import Request
 from rwkv_batch.session_messages import Deleted, Session
 from sampling.params import SamplingParams
@@ -181,7 +184,7 @@ def engines(tmp_path):
         seats = [Seat(index=index, address=f"ipc://{tmp_path}/{name}") for index, name in enumerate(NAMES)]
         running = [stack.enter_context(contextlib.closing(Engine(seat.address))) for seat in seats]
         for engine, name in zip(running, NAMES, strict=True):
-            engine.server.info = EngineInfo(model=name, slots=4)
+            engine.server.info = EngineInfo(model=name, slots=320)
             engine.pool = Pool(engine.worker)
             engine.worker.execute = engine.pool.execute
         client = stack.enter_context(contextlib.closing(EngineClient(seats, heartbeat=0.05)))
@@ -366,3 +369,46 @@ def test_what_one_engine_refuses_another_one_takes(engines):
     running[1].worker.drain()  # which the client does not know yet
     tickets = [client.submit(request(str(number))) for number in range(8)]
     assert [len(drain(ticket)) for ticket in tickets] == [5] * 8
+
+
+class RealEngine(Harness):
+    """An engine with a tiny model, and its end of the channel."""
+
+    def __init__(self, address: str):
+        self.server = EngineServer(address, heartbeat=0.05)
+        super().__init__(slots=16)
+        self.worker.info = EngineInfo(model="tiny", slots=16)
+        self.server.start()
+        self.server.attach(self.worker)
+        self.thread = threading.Thread(target=self.worker.run, daemon=True)
+        self.thread.start()
+
+    def deliver(self, batch: dict) -> None:
+        self.server.deliver(batch)
+
+    def close(self) -> None:
+        self.worker.stop()
+        self.thread.join(30)
+        self.server.close()
+
+
+@pytest.mark.parametrize("copies", [1, 24])
+def test_seeded_text_is_the_same_on_one_engine_and_in_parts_on_two(tmp_path, copies):
+    params = SamplingParams(seed=7, temperature=1.0, top_k=0, top_p=1.0, ignore_eos=True)
+    prompts = [list(b"a prompt and its number: %d" % number) for number in range(24 // copies)]
+    wanted = Request(id="a", prompts=prompts, copies=copies, sampling=params, max_tokens=10)
+    said, shares = [], []
+    with contextlib.ExitStack() as stack:
+        seats = [Seat(index=index, address=f"ipc://{tmp_path}/{index}") for index in range(3)]
+        for seat in seats:
+            stack.enter_context(contextlib.closing(RealEngine(seat.address)))
+        for some in (seats[:1], seats[1:]):
+            client = stack.enter_context(contextlib.closing(EngineClient(some, heartbeat=0.05)))
+            client.start()
+            wait_until(lambda client=client: all(link.ready for link in client.links))
+            said.append(texts_of(drain(client.submit(wanted), 60), 24))
+            wait_until(lambda client=client: client.stats["generation_tokens_total"] == 240)
+            shares.append([link.stats["generation_tokens_total"] for link in client.links])
+    assert said[0] == said[1]
+    assert len(set(said[0])) > 20
+    assert shares == [[240], [120, 120]]

@@ -92,8 +92,8 @@ class EngineLink:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Rows it has, ours counted by ourselves; slots it has for them."""
-        return self.open_rows + self.others, int(self.stats.get("slots", 0)) or 1
+        """Rows it has, ours counted by ourselves; slots that any row may take."""
+        return self.open_rows + self.others, (self.info.slots if self.info is not None else 0) or 1
 
     def connect(self) -> None:
         """Begin to connect; the engine need not be there yet."""
