@@ -154,6 +154,31 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "/state/fork": [{"session_id": "f2", "copies": ["f4", "f5"], "version": 1}],
     "/state/rewind": [{"session_id": "f2", "version": 1, "expect_version": 2}],
     "/state/export": [{"session_id": "f2", "version": 1}],
+    "/loadstatemodel": [
+        {
+            "state_filename": "a.pth",
+            "state_viewname": "a",
+            "default_temperature": "1.0",
+            "default_top_p": 0.3,
+            "transpose": True,
+        }
+    ],
+    "/removestatemodel": [{"state_viewname": "a"}],
+    "/loadmodel": [
+        {
+            "model_filename": "models/a.pth",
+            "model_viewname": "a",
+            "model_strategy": "fp16",
+            "adapter_filename": "b.pth",
+            "adapter_mode": "lora",
+            "default_temperature": "1.0",
+            "default_top_p": "",
+            "endtoken": "\\n\\n",
+            "keep": True,
+        }
+    ],
+    "/removemodel": [{"model_viewname": "a"}],
+    "/switch-model": [{"model": "a.pth", "strategy": "fp16"}],
 }
 OPENAI: dict[str, list[dict[str, Any]]] = {  # under any of OpenAI's bases
     "/chat/completions": CHATS,
