@@ -33,7 +33,7 @@ from rwkv_batch.model.state import Snapshot
 from rwkv_batch.session_messages import Delete, Fork, Session, Status
 from rwkv_batch.sessions.remote import connection
 from rwkv_batch.sessions.remote.client import RemoteStore
-from rwkv_batch.sessions.remote.messages import path_in
+from rwkv_batch.sessions.remote.messages import Call, head_of, path_in, raw
 from rwkv_batch.sessions.remote.server import StoreServer
 from rwkv_batch.sessions.sqlite.database import SessionDatabase
 from rwkv_batch.sessions.store import NewVersion, Source
@@ -50,12 +50,12 @@ class Engines:
 
     def open(self, **options) -> None:
         self.database = SessionDatabase(self.path, **({"versions": 3} | options))
-        self.server = StoreServer(path_in(self.folder), self.database)
+        self.server = StoreServer(path_in(self.folder), lambda _: self.database)
         self._thread = threading.Thread(target=self.server.run)
         self._thread.start()
 
     def store(self, **options) -> RemoteStore:
-        return RemoteStore(path_in(self.folder), **options)
+        return RemoteStore(path_in(self.folder), str(self.path), **options)
 
     def start(self, *, lease_seconds: float = 30.0, **options) -> Pool:
         options.setdefault("wait_seconds", 0.0)
@@ -321,11 +321,30 @@ def test_the_oldest_session_that_goes_is_none_that_a_turn_has(servers):
 def test_nonsense_ends_one_connection(servers):
     a = servers.start()
     log_turn(a, "s", [1])
-    for nonsense in (b"\xff" * 7, b"\1\0\0\0\0\0\0\0\xc1", b"\2\0\0\0\0\0\0\0\x91\1"):
+    write = head_of(Call("write", raw([])))
+    for nonsense in (write, write.replace(b"write", b"hello"), b"\xff" * 7, b"\1\0\0\0\0\0\0\0\xc1", b"\2\0\0\0\0\0\0\0\x91\1"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
             peer.connect(str(path_in(servers.folder)))
             peer.sendall(nonsense)
     assert log_turn(a, "s", [2]).version == 2
+
+
+def test_each_model_has_a_file_of_its_own(servers):
+    servers.stop()
+    path = path_in(servers.folder)
+    server = StoreServer(path, SessionDatabase)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    stores = [RemoteStore(path, str(servers.folder / name)) for name in ("a.db", "b.db")]
+    for number, store in enumerate(stores):
+        claim = store.claim("", "s")
+        store.write([NewVersion("", "s", 1, 1, 0, None, 1.0, ids=[number], claim=claim)])
+    assert [store.load(store.find("", "s")).ids for store in stores] == [[0], [1]]
+    for store in stores:
+        store.close()
+    server.stop()
+    thread.join()
+    servers.open()
 
 
 class Nursery:
@@ -341,7 +360,7 @@ class Nursery:
                 while os.read(theirs, 1):
                     child = os.fork()
                     if not child:
-                        StoreServer(path_in(folder), SessionDatabase(folder / "sessions.db", versions=3)).run()
+                        StoreServer(path_in(folder), SessionDatabase).run()
                     os.write(answers, b"%08d" % child)
                     os.waitpid(child, 0)
             finally:
@@ -384,7 +403,10 @@ def check_kills(folder: Path, times: int, num_sessions: int) -> None:
     refused: list[str | None] = []
     nursery = Nursery(folder)  # before there are threads
     process = nursery.start()
-    pools = [Pool(folder / "unused", store=RemoteStore(path_in(folder)), wait_seconds=5.0) for _ in range(2)]
+    pools = [
+        Pool(folder / "unused", store=RemoteStore(path_in(folder), str(folder / "sessions.db")), wait_seconds=5.0)
+        for _ in range(2)
+    ]
     threads = [threading.Thread(target=live, args=(n, Caller(pools[n % 2]))) for n in range(num_sessions)]
     for thread in threads:
         thread.start()

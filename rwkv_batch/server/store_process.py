@@ -4,6 +4,7 @@ import logging
 import sys
 import threading
 import time
+from functools import partial
 
 from rwkv_batch.errors import UsageError
 from rwkv_batch.server.control import BEAT_SECONDS, Control, freeze_loaded
@@ -18,7 +19,8 @@ log = logging.getLogger(__name__)
 def run(control: Control) -> int:
     """Answer engines until told to stop; returns the exit code."""
     try:
-        server = StoreServer(path_in(control.folder), open_store(control.config))
+        server = StoreServer(path_in(control.folder), partial(open_store, control.config))
+        server.use(control.config.state_db)
     except UsageError as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)
         return EXIT_USAGE

@@ -15,6 +15,7 @@ def open_store(path: Path, config: Config) -> RemoteStore:
         )
     return RemoteStore(
         path,
+        config.state_db,
         replay_seconds=config.replay_seconds,
         response_seconds=config.response_ttl_hours * 3600,
         lease_seconds=config.lease_seconds,

@@ -19,7 +19,9 @@ _numbers = itertools.count(1)
 
 
 class RemoteStore:
-    """The sessions of the store process at `path`. Used by one thread, but for the pieces of states, which others may read.
+    """The sessions of `file` in the store process at `path`.
+
+    Used by one thread, but for the pieces of states, and for `load`, when they are not those of its answer any more.
 
     replay_seconds, response_seconds  as the process has them
     shared         whether other engines use it too
@@ -31,6 +33,7 @@ class RemoteStore:
     def __init__(
         self,
         path: Path,
+        file: str,
         *,
         replay_seconds: float = 600.0,
         response_seconds: float = 30 * 86400.0,
@@ -41,7 +44,7 @@ class RemoteStore:
         self.response_seconds = response_seconds
         self.shared = shared
         self._lease_seconds = lease_seconds
-        hello = (f"{os.getpid()}-{next(_numbers)}", shared, lease_seconds)
+        hello = (f"{os.getpid()}-{next(_numbers)}", file, shared, lease_seconds)
         self._connection = Connection(path, hello)
         self._states = Connection(path, hello)  # for whole ones, which take longer
         self._began = time.time() - time.monotonic()

@@ -32,7 +32,7 @@ class Connection:
     hello  the arguments of its first call
     """
 
-    def __init__(self, path: Path, hello: tuple[str, bool, float]):
+    def __init__(self, path: Path, hello: tuple[str, str, bool, float]):
         self._path = path
         self._hello = hello
         self._lock = threading.Lock()

@@ -77,7 +77,8 @@ def _method(arguments: Any, result: Any) -> Method:
 
 
 METHODS = {
-    "hello": _method(tuple[str, bool, float], None),  # who it is, whether others write too, silence after which it is given up
+    # Who it is, the session file it wants, whether others write too, seconds of silence after which it is given up.
+    "hello": _method(tuple[str, str, bool, float], None),
     "alive": _method(tuple[()], None),
     "find": _method(tuple[str, str, int | None], Record | None),
     "load": _method(tuple[Record], Found),

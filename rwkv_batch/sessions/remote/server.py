@@ -10,6 +10,7 @@ import selectors
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -29,12 +30,13 @@ _call = msgspec.msgpack.Decoder(Call)
 
 
 class Peer:
-    """One connection. `calls`: read and not carried out, each with the bytes behind it."""
+    """One connection. `calls`: read and not carried out, each with the bytes behind it; `service`: of the file it wants."""
 
     def __init__(self, connection: socket.socket):
         connection.setblocking(False)
         self.socket = connection
         self.engine: Engine | None = None
+        self.service: StoreService | None = None
         self.calls: deque[tuple[Call, memoryview]] = deque()
         self.unsent: deque[memoryview] = deque()
         self._unread = bytearray()
@@ -81,12 +83,15 @@ class Peer:
 
 
 class StoreServer:
-    """Answers engines at `path` from the sessions of `database`, which nobody else uses."""
+    """Answers engines at `path` from the session files they want, which nobody else uses.
 
-    def __init__(self, path: Path, database: SessionDatabase):
+    open_file  gives the one at a path; UsageError
+    """
+
+    def __init__(self, path: Path, open_file: Callable[[str], SessionDatabase]):
         self._path = path
-        self._database = database
-        self._service = StoreService(database)
+        self._open_file = open_file
+        self._services: dict[str, StoreService] = {}
         self._peers: deque[Peer] = deque()
         self._bell = Bell()
         self._stopping = False
@@ -104,12 +109,18 @@ class StoreServer:
         self._stopping = True
         self._bell.ring()
 
+    def use(self, file: str) -> StoreService:
+        """Return what carries out calls on a file, which is opened if it is there. UsageError."""
+        if file not in self._services:
+            self._services[file] = StoreService(self._open_file(file))
+            try:
+                self._services[file].database.open_if_there()
+            except RwkvBatchError as error:  # every call will say so
+                log.error("%s", error.message)
+        return self._services[file]
+
     def run(self) -> None:
-        """Answer until stopped, then close the file."""
-        try:
-            self._database.open_if_there()
-        except RwkvBatchError as error:  # every call will say so
-            log.error("%s", error.message)
+        """Answer until stopped, then close the files."""
         last_call, rested = time.monotonic(), False
         while not self._stopping:
             waits = any(peer.calls for peer in self._peers)
@@ -118,13 +129,18 @@ class StoreServer:
             if any(peer.calls for peer in self._peers):
                 self._work()
                 last_call, rested = time.monotonic(), False
-                self._database.tidy(waiting=any(peer.calls for peer in self._peers))
+                self._tidy(waiting=any(peer.calls for peer in self._peers))
             elif time.monotonic() - last_call >= IDLE_SECONDS:
-                self._database.tidy(waiting=False, idle=not rested)
+                self._tidy(waiting=False, idle=not rested)
                 rested = True
-                with contextlib.suppress(RwkvBatchError):  # logged; there is time for another try
-                    self._database.clean_up()
+                for service in self._services.values():
+                    with contextlib.suppress(RwkvBatchError):  # logged; there is time for another try
+                        service.database.clean_up()
         self._close()
+
+    def _tidy(self, *, waiting: bool, idle: bool = False) -> None:
+        for service in self._services.values():
+            service.database.tidy(waiting=waiting, idle=idle)
 
     def _listen(self, seconds: float) -> None:
         """Take what has come from everybody, so that nobody counts as silent whose words only wait here."""
@@ -166,7 +182,7 @@ class StoreServer:
         peer.socket.close()
         peer.calls.clear()
         if peer.engine is not None:
-            self._service.left(peer.engine)
+            peer.service.left(peer.engine)
 
     def _drop_alive(self) -> None:
         """Signs of life have done their work when they are heard; who waits for us is not silent."""
@@ -182,13 +198,14 @@ class StoreServer:
         for peer in list(self._peers):
             while peer.calls:
                 method = peer.calls[0][0].method
-                if method == "write" or method in SLOW:
+                if peer.service is not None and (method == "write" or method in SLOW):
                     (writes if method == "write" else slow).append(peer)
                     break
                 self._answer(peer)
-        if writes:
-            calls = [(peer.engine, *peer.calls.popleft()) for peer in writes]
-            for peer, reply in zip(writes, self._service.write(calls), strict=True):
+        for service in {peer.service for peer in writes}:
+            theirs = [peer for peer in writes if peer.service is service and peer.calls]
+            replies = service.write([(peer.engine, *peer.calls.popleft()) for peer in theirs])
+            for peer, reply in zip(theirs, replies, strict=True):
                 self._send(peer, reply)
         if slow and slow[0].calls:
             self._answer(slow[0])
@@ -198,14 +215,24 @@ class StoreServer:
 
     def _answer(self, peer: Peer) -> None:
         call, data = peer.calls.popleft()
-        if call.method == "hello":
-            name, shared, seconds = METHODS["hello"].arguments.decode(call.arguments)
-            peer.engine = Engine(name, shared, seconds)
-            self._send(peer, Reply())
+        if peer.service is None:
+            self._greet(peer, call)
         elif call.method != "alive":
-            reply, pieces = self._service.answer(peer.engine, call, data)
+            reply, pieces = peer.service.answer(peer.engine, call, data)
             if call.method not in UNANSWERED:
                 self._send(peer, reply, pieces)
+
+    def _greet(self, peer: Peer, call: Call) -> None:
+        """The first call says who it is."""
+        try:
+            name, file, shared, seconds = METHODS["hello"].arguments.decode(call.arguments)
+            peer.service = self.use(file)
+        except (msgspec.MsgspecError, RwkvBatchError) as error:
+            log.error("an engine cannot be told from others: %s", error)
+            self._leave(peer)
+            return
+        peer.engine = Engine(name, shared, seconds)
+        self._send(peer, Reply())
 
     def _send(self, peer: Peer, reply: Reply, pieces: list[bytes | memoryview] = ()) -> None:
         try:
@@ -225,5 +252,6 @@ class StoreServer:
         self._selector.close()
         self._listener.close()
         self._path.unlink(missing_ok=True)
-        self._database.tidy(waiting=False, idle=True)
-        self._database.close()
+        self._tidy(waiting=False, idle=True)
+        for service in self._services.values():
+            service.database.close()

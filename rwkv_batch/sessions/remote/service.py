@@ -22,9 +22,10 @@ Answer = tuple[Reply, list[bytes | memoryview]]
 
 
 class StoreService:
-    """Carries out the calls of engines. Used by one thread."""
+    """Carries out the calls of engines on one session file, `database`. Used by one thread."""
 
     def __init__(self, database: SessionDatabase):
+        self.database = database
         self._database = database
         self._claims = ClaimTable(database)
         self._writers: dict[Engine, int] = {}

@@ -5,10 +5,10 @@ from rwkv_batch.sessions.sqlite.database import SessionDatabase
 from rwkv_batch.sessions.sqlite.sealing import read_key
 
 
-def open_store(config: Config) -> SessionDatabase:
-    """The file of `--state-db`, not opened yet. UsageError when its key cannot be read."""
+def open_store(config: Config, path: str | None = None) -> SessionDatabase:
+    """The file at `path`, by default that of `--state-db`, not opened yet. UsageError when its key cannot be read."""
     return SessionDatabase(
-        config.state_db,
+        path or config.state_db,
         versions=config.session_versions,
         replay_seconds=config.replay_seconds,
         response_seconds=config.response_ttl_hours * 3600,
