@@ -455,5 +455,9 @@ def _as_digested(value: Any) -> Any:
     return {
         field.encode_name: _as_digested(content)
         for field, content in fields
-        if field.name not in LATER_FIELDS or content != field.default
+        if field.name not in LATER_FIELDS or content != _default_of(field)
     }
+
+
+def _default_of(field: msgspec.structs.FieldInfo) -> Any:
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
