@@ -5,10 +5,14 @@ import gc
 import pytest
 import torch
 from adapter_files import FORMATS, RANK
+from kernel_recorder import make_launcher
 from models import TINY, random_tensors, random_weights
 
 from rwkv_batch.engine.engine import Engine, Way
 from rwkv_batch.errors import NoRoom, Unprocessable
+from rwkv_batch.kernels import self_check
+from rwkv_batch.kernels.adapted.ops import AdaptedKernelOps
+from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.model import reference_ops, weights
 from rwkv_batch.model.adapters import adapter_file
 from rwkv_batch.model.adapters.adapter import Adapter
@@ -202,3 +206,62 @@ def test_the_bytes_of_the_tables_are_known_before():
     names = ("rkv", "output", "ffn_key", "ffn_value")
     held = sum(banks[name].down.nbytes + banks[name].up.nbytes for banks in bank.layers for name in names)
     assert AdapterBank.num_bytes(plain.shape, 40, torch.float32) == held
+
+
+@pytest.fixture
+def adapted_ops(monkeypatch) -> AdaptedKernelOps:
+    """Kernel ops that launch nothing, and slots 1 and 4 of rows with adapters."""
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    launcher, _ = make_launcher(monkeypatch)
+    plain = KernelOps(self_check.random_weights(torch.device("cpu")), launcher, max_tokens=160, max_rows=128)
+    bank = AdapterBank(plain.prepared.source, 12, 130, only_adding=True)
+    for banks in bank.layers:
+        for name in ("rkv", "output", "ffn_key", "ffn_value"):
+            banks[name].down.normal_(), banks[name].up.normal_()
+    bank.owner[:4], bank.owner[4:7] = 1, 2
+    bank.of_slot[1], bank.of_slot[4] = 1, 2
+    return AdaptedKernelOps(plain, bank)
+
+
+@pytest.mark.parametrize("lengths", [[1], [1] * 8, [1] * 64, [40, 1, 7, 33], [128]])
+def test_kernels_add_what_adapters_add(lengths, adapted_ops):
+    """Every product of a step, on buffers that hold zeros, for kernels write nothing here."""
+    ops, bank, number = adapted_ops, adapted_ops.bank, sum(lengths)
+    rows = PackedRows(list(range(len(lengths))), lengths)
+    weights_, state = ops.prepared.source, State(ops.prepared.source.shape, 130)
+    ops.embed(weights_.embedding, None if rows.is_decode else torch.zeros(number, dtype=torch.int64), rows, state.last_ids)
+    own = [1 if slot == 1 else 2 if slot == 4 else 0 for slot, length in enumerate(lengths) for _ in range(length)]
+    mask = torch.tensor([[owner == n for owner in bank.owner.tolist()] for n in own])
+    layer, banks, b = ops.prepared.layers[1], bank.layers[1], ops._now
+
+    def added(name: str, x: torch.Tensor) -> torch.Tensor:
+        hidden = (x.float() @ banks[name].down.float().transpose(-1, -2)).half().float() * mask
+        return hidden @ banks[name].up.float()
+
+    def agree(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+        return bool(torch.allclose(found.float(), wanted, rtol=0.01, atol=0.05)) and bool((found != 0).any()) == bool(
+            mask.any()
+        )
+
+    mixed, x = torch.randn(6, number, weights_.shape.width).half(), torch.randn(number, weights_.shape.width).half()
+    hidden = torch.randn(number, weights_.shape.ffn_width).relu().half()
+    ops.attention_inputs(mixed, layer)
+    assert agree(b.rkv, added("rkv", mixed[:3]))
+    ops.product("output", x, layer.output, b.y)
+    assert agree(b.y, added("output", x))
+    b.y.zero_()
+    ops.ffn_key(x, layer, b.hidden)
+    assert agree(b.hidden, added("ffn_key", x))
+    ops.ffn_value(hidden, layer, b.y)
+    assert agree(b.y, added("ffn_value", hidden))
+
+
+def test_the_squared_relu_of_kernels_comes_after_what_is_added(adapted_ops):
+    recorder = adapted_ops.launcher.library._recorder
+    half = {"shift_dtype": torch.float16, "wkv_dtype": torch.float16}
+    model, state = Model(adapted_ops.prepared.source, adapted_ops), State(adapted_ops.prepared.source.shape, 130, **half)
+    for num_rows in (1, 8, 64):
+        recorder.clear()
+        model.forward(None, CapturedRows.decode(torch.arange(num_rows)), state)
+        names = [note[0] for note in recorder.take()]
+        assert sum("relu_square" in name for name in names) == model.weights.shape.num_layers, names

@@ -17,7 +17,7 @@ import torch
 
 from rwkv_batch.config import COMPILE_MODE, Config, find_model
 from rwkv_batch.engine.decode_graphs import DecodeGraphs, buckets_for
-from rwkv_batch.engine.engine import Engine
+from rwkv_batch.engine.engine import Engine, Way
 from rwkv_batch.engine.engine_loop import CHECKPOINT_TOKENS, EngineLoop, checkpoint_distance
 from rwkv_batch.engine.memory import (
     LEAST_BYTES,
@@ -34,6 +34,7 @@ from rwkv_batch.errors import RwkvBatchError, UsageError
 from rwkv_batch.grammar.masks import Grammars
 from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.kernels import compiler, self_check
+from rwkv_batch.kernels.adapted.ops import AdaptedKernelOps
 from rwkv_batch.kernels.autotune import IN_PLACE_ROWS, Autotuner
 from rwkv_batch.kernels.compiler import KernelError
 from rwkv_batch.kernels.launch import Launcher
@@ -43,7 +44,8 @@ from rwkv_batch.kernels.state_fill import StateFill
 from rwkv_batch.model import checkpoint, reference_ops
 from rwkv_batch.model import weights as weights_module
 from rwkv_batch.model.adapters import adapter_file
-from rwkv_batch.model.adapters.adapter import Adapter
+from rwkv_batch.model.adapters.bank import AdapterBank
+from rwkv_batch.model.adapters.row_ops import RowAdapterOps
 from rwkv_batch.model.architectures import model_class
 from rwkv_batch.model.packed_rows import CapturedRows
 from rwkv_batch.model.quantized import PLAIN, Quantisation
@@ -90,7 +92,7 @@ def build_engine_loop(
     library = find_kernels(config, device, architecture_of(tensors, name))
     quant = choose_quant(config, name, stored)
     check_quant(quant, device)
-    adapters = read_adapters(config)
+    adapters = adapter_file.read_all(config.adapter or "")
     shape = weights_module.check_tensors(tensors, name, stored, quant)
     if device.type == "cpu":
         few = shape.count_bytes(dtype) < ONE_THREAD_BYTES
@@ -278,7 +280,7 @@ def plan_memory(
             UNLIMITED if config.l1_mib is None else config.l1_mib * MIB,
         )
     kept = kept_bytes(shape, wkv_dtype, *limits) + config.prefix_cache_mib * MIB
-    buffers = kernel_bytes(shape, budget, quant) + kept
+    buffers = kernel_bytes(shape, budget, quant) + kept + AdapterBank.num_bytes(shape, config.adapter_columns, dtype)
     return MemoryPlan(device, shape, dtype, wkv_dtype, buffers, sampling_bytes(shape, config.max_logit_bias), quant)
 
 
@@ -367,7 +369,9 @@ def build_engine(
         mode = config.compile or (COMPILE_MODE if config.ops == "compile" else None)
         ops = compiled_ops(mode) if mode else reference_ops
         sampler = make_sampler(config.sampler, num_slots, weights.output_ids, device)
-        return Engine(model_of(weights, ops, "compile" if mode else "reference"), sampler, state)
+        bank = build_bank(config, weights, num_slots, only_adding=False)
+        adapted = None if bank is None else Way(model_of(weights, RowAdapterOps(bank, reference_ops), "reference"))
+        return Engine(model_of(weights, ops, "compile" if mode else "reference"), sampler, state, bank=bank, adapted=adapted)
     launcher = Launcher(library, device)
     limits = {"max_tokens": max(max_tokens, num_slots), "max_rows": num_slots + SCORED_TOKENS}
     file = Path(library._name).with_suffix(".json")
@@ -386,6 +390,8 @@ def build_engine(
         max_bias=config.max_logit_bias,
     )
     if failing or not isinstance(sampler, GraphSampler):  # what runs in plain torch cannot be captured
+        if config.adapter_columns:
+            raise UsageError("--adapters-dir, --row-adapter: need kernels that all work here, or --ops reference", param="ops")
         ops = self_check.PartlyReferenceOps(weights, launcher, frozenset(failing), **limits)
         return Engine(model_of(weights, ops, " but ".join(["kernels", *failing])), sampler, state)
     ops = KernelOps(weights, launcher, **limits)
@@ -397,12 +403,29 @@ def build_engine(
     state.last_ids.random_(1, len(weights.embedding))  # steps that are timed want rows that differ
     tuner = Autotuner(ops, lambda num_rows: model.forward(None, CapturedRows.decode(slots[:num_rows]), state))
     tuner.tune(sorted({*sizes, *(prefills.sizes if prefills else ())}))
-    graphs.capture()
-    if prefills:
-        prefills.capture()
+    bank, adapted = build_bank(config, weights, num_slots, only_adding=True), None
+    if bank is not None:
+        own = model_of(weights, AdaptedKernelOps(ops, bank), "kernels")
+        more = None if prefills is None else PrefillGraphs(own, sampler, state, max_tokens=max_tokens)
+        adapted = Way(own, DecodeGraphs(own, sampler, state, sizes), more)
+    for captured in (graphs, prefills, *(adapted[1:] if adapted else ())):
+        if captured is not None:
+            captured.capture()
     state.last_ids.zero_()
     state.clear(range(num_slots))
-    return Engine(model, sampler, state, graphs, prefills)
+    return Engine(model, sampler, state, graphs, prefills, bank=bank, adapted=adapted)
+
+
+def build_bank(config: Config, weights: weights_module.Weights, num_slots: int, *, only_adding: bool) -> AdapterBank | None:
+    """Return the room for adapters of single rows, None where none are wanted. UsageError where the model takes none."""
+    if not config.adapter_columns:
+        return None
+    if not isinstance(weights.shape, ModelShape):
+        raise UsageError(
+            f"--adapters-dir, --row-adapter: for RWKV-7; {weights.architecture} takes adapters with --adapter",
+            param="adapters_dir",
+        )
+    return AdapterBank(weights, config.adapter_columns, num_slots, only_adding=only_adding)
 
 
 def model_of(weights: weights_module.Weights, ops: Any, ops_name: str) -> Any:
@@ -452,16 +475,6 @@ def read_model(config: Config) -> tuple[dict[str, torch.Tensor], str, Stored | N
     """Return the checkpoint's tensors, its name, and how it is quantised."""
     file = find_model(config)
     return checkpoint.read_file(file), str(file), stored_as(file)
-
-
-def read_adapters(config: Config) -> list[Adapter]:
-    """Return what is to be merged into the model, in order; logs each. CheckpointError."""
-    wanted = [text.strip() for text in (config.adapter or "").split(",") if text.strip()]
-    found = []
-    for path, scaling in map(adapter_file.parse, wanted):
-        found.append(adapter_file.read(Path(path).expanduser(), scaling))
-        log.log(logging.WARNING if found[-1].assumed else logging.INFO, "%s", found[-1].line())
-    return found
 
 
 def valid_ids(tokenizer: Tokenizer) -> list[int]:

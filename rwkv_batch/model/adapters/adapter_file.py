@@ -8,6 +8,7 @@
 Formulas: `changes.py`. Nothing in a file is executed.
 """
 
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,8 @@ from rwkv_batch.model.adapters import hf_peft
 from rwkv_batch.model.adapters.adapter import ASSUMED_FACTOR, Adapter, Scaling, fingerprint_of
 from rwkv_batch.model.adapters.changes import Bone, Change, InputBat, InputDora, LoraChange
 from rwkv_batch.model.checkpoint import one_line
+
+log = logging.getLogger("rwkv_batch.engine")
 
 PICKLES, SAFETENSORS = (".pth", ".pt", ".bin"), (".safetensors", ".st")
 SUFFIXES = PICKLES + SAFETENSORS
@@ -39,6 +42,15 @@ def parse(text: str) -> tuple[str, Scaling]:
         return (path, Scaling.parse(scale)) if path else (text, Scaling())
     except ValueError:
         return text, Scaling()
+
+
+def read_all(text: str) -> list[Adapter]:
+    """Return the adapters of `--adapter`, in order; logs each. CheckpointError."""
+    found = []
+    for path, scaling in (parse(part.strip()) for part in text.split(",") if part.strip()):
+        found.append(read(Path(path).expanduser(), scaling))
+        log.log(logging.WARNING if found[-1].assumed else logging.INFO, "%s", found[-1].line())
+    return found
 
 
 def read(path: Path, given: Scaling | None = None) -> Adapter:

@@ -1,0 +1,1 @@
+"""Kernel ops for steps in which rows have adapters of their own."""
