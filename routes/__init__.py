@@ -7,7 +7,7 @@ from routes.anthropic import messages
 from routes.http.context import Access, Handler
 from routes.http.replies import Form
 from routes.llamacpp import completion
-from routes.native import batch, big_batch, chat, fim, state, translate, tuned
+from routes.native import adapters, batch, big_batch, chat, fim, state, translate, tuned
 from routes.ollama import about, generation
 from routes.openai import chat as openai_chat
 from routes.openai import responses, tokens
@@ -88,6 +88,8 @@ ROUTES = [
     Route("POST", "/state/export", state.export),
     Route("POST", "/state/import", state.import_file, takes_file=True),
     Route("POST", "/loadstatemodel", tuned.load_state, access="admin"),
+    Route("POST", "/loadadapter", adapters.load_adapter, access="admin"),
+    Route("POST", "/removeadapter", adapters.remove_adapter, access="admin", may_be_empty=True),
     Route("POST", "/removestatemodel", tuned.remove, access="admin", may_be_empty=True),
     Route("POST", "/v1/batch/completions", batch.completions),
     Route("POST", "/v1/tokens/count", batch.tokens_count),

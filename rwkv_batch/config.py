@@ -19,7 +19,6 @@ PREFIX = "RWKV_BATCH_"
 COMPILE_MODE = "max-autotune-no-cudagraphs"
 MODEL_SUFFIXES = (".pth", ".safetensors", ".st", ".rwkv")  # the last is the packed demo model's
 FOLDERS = ("models_dir", "adapters_dir")  # settings that are folders which must be there
-ADAPTER_RANKS = 256  # that there is room for where single rows have adapters
 MAX_QUEUE = 1_048_576
 MAX_SLOTS = 65_535  # blocks of a CUDA grid along y
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo"
@@ -67,15 +66,9 @@ class Config:
     """
 
     model_path: str | None = setting(None, "model", "checkpoint, .pth or .safetensors; the ending may be left out")
-    adapter: str | None = setting(
-        None, "model", "LoRA or the like to merge into it, FILE[:SCALE], see docs/models/; several: in this order", many=True
-    )
-    row_adapter: str | None = setting(
-        None, "model", "adapter for single rows, NAME=FILE[:SCALE], chosen by model: MODEL NAME; may come often", many=True
-    )
-    adapter_ranks: int | None = setting(
-        None, "model", "sum of the ranks of those that are loaded at a time; default: 256 with --row-adapter", low=0, high=65536
-    )
+    adapter: str | None = setting(None, "model", "FILE[:SCALE], LoRA or the like to merge into it, see docs/models/", many=True)
+    row_adapter: str | None = setting(None, "model", "NAME=FILE[:SCALE], adapter for single rows, see docs/models/", many=True)
+    adapter_ranks: int | None = setting(None, "model", "room for such, in ranks; default: 256 if there are", low=0, high=65536)
     served_model_name: str | None = setting(None, "model", "name in /v1/models; default: the file's name without its ending")
     models_dir: str | None = setting(None, "model", "folder of the files that /loadmodel may load; without it none are loaded")
     adapters_dir: str | None = setting(None, "model", "the same for the adapters that requests name")
@@ -301,11 +294,6 @@ class Config:
     def max_body_bytes(self) -> int:
         """Largest body in bytes."""
         return self.max_body_mib * 2**20
-
-    @property
-    def adapter_columns(self) -> int:
-        """Ranks that there is room for, 0 where single rows have no adapters."""
-        return ADAPTER_RANKS * bool(self.row_adapter) if self.adapter_ranks is None else self.adapter_ranks
 
     @property
     def model_name(self) -> str:

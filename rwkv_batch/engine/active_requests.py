@@ -19,7 +19,7 @@ from rwkv_batch.request import Event, Failure, Finish, Progress, Reason, Request
 from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.session_messages import CommitResult
 from rwkv_batch.text.tokenizer import Tokenizer
-from rwkv_batch.tuned.registry import TunedStates
+from rwkv_batch.tuned.variants import EngineVariants
 
 log = logging.getLogger("rwkv_batch.engine")
 
@@ -53,7 +53,7 @@ class ActiveRequests(Admission):
         sessions: Sessions | None,
         grammars: Grammars | None,
         queue: int,
-        tuned: TunedStates | None = None,
+        tuned: EngineVariants | None = None,
     ):
         super().__init__(sessions, grammars, queue, tuned)
         self.engine = engine

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from rwkv_batch.errors import InvalidRequest, NotBegun, Overloaded, RwkvBatchError, Unavailable
+from rwkv_batch.errors import InvalidRequest, NotBegun, Overloaded, RwkvBatchError, Unavailable, Unprocessable
 from rwkv_batch.grammar.masks import GrammarMask, Grammars
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Request
-from rwkv_batch.served.variants import VariantOrder, VariantsNow
+from rwkv_batch.served.variants import ADAPTER, VariantOrder, VariantsNow
 from rwkv_batch.session_messages import Answer, CommitResult, Deleted, Page, Session, SessionCommand
 from rwkv_batch.sessions.shared import ComputeState, Telling
 from rwkv_batch.text.detokenizer import StopMatcher
-from rwkv_batch.tuned.registry import Start, TunedStates
+from rwkv_batch.tuned.registry import Start
+from rwkv_batch.tuned.variants import EngineVariants
 from sampling.params import SamplingParams
 
 Owner = Hashable
@@ -176,10 +177,10 @@ class Admission:
 
     sessions  gives leases for requests that name a session; None = such requests are refused
     grammars  makes masks for requests that name a grammar; None likewise
-    tuned     finds the states that requests name; None likewise
+    tuned     finds the states and adapters that requests name; None likewise
     """
 
-    def __init__(self, sessions: Sessions | None, grammars: Grammars | None, queue: int, tuned: TunedStates | None = None):
+    def __init__(self, sessions: Sessions | None, grammars: Grammars | None, queue: int, tuned: EngineVariants | None = None):
         self.sessions = sessions
         self.grammars = grammars
         self.tuned = tuned
@@ -227,12 +228,22 @@ class Admission:
             raise
 
     def compute(
-        self, initial: Callable[[], Snapshot | None], ids: list[int], done: Callable[[Snapshot | RwkvBatchError], None]
+        self,
+        initial: Callable[[], Snapshot | None],
+        ids: list[int],
+        done: Callable[[Snapshot | RwkvBatchError], None],
+        origin: str = "",
     ) -> None:
         """Compute the state that `ids` lead to, in a row like others; `done` is called once, in the loop's thread.
 
         initial  gives the state to start from, in the loop's thread; None for the empty one
+        origin   of the session: the key of its adapter, which the row has too
         """
+        start = None
+        if origin.startswith(ADAPTER):
+            if self.tuned is None:
+                raise Unprocessable("the session was begun with an adapter, and there are none here", code="other_adapter")
+            start = self.tuned.find(origin)
         with self._lock:
             self._num_waiting += 1
             self._num_computed += 1
@@ -244,7 +255,7 @@ class Admission:
                 session=Session(name="", separate=False),
                 cache=False,
             )
-        self._inbox.put(Accepted(request, NOBODY, stops_of((), ()), lease=StateLease(initial, done)))
+        self._inbox.put(Accepted(request, NOBODY, stops_of((), ()), start, StateLease(initial, done)))
 
     def telling(self) -> AbstractContextManager[None]:
         """What is told of turns inside is delivered together."""

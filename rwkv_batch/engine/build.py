@@ -64,6 +64,8 @@ from rwkv_batch.sessions.state_file import StateFile
 from rwkv_batch.sessions.store import SessionStore
 from rwkv_batch.text.tokenizer import Tokenizer, for_vocab
 from rwkv_batch.tuned.registry import TunedStates, orders_of
+from rwkv_batch.tuned.row_adapters import bank_for, columns_of, row_adapters_of
+from rwkv_batch.tuned.variants import EngineVariants
 from sampling.base import GraphSampler
 from sampling.factory import make_sampler
 
@@ -130,7 +132,7 @@ def build_engine_loop(
     levels = session_levels(config, memory, num_slots + num_spare) if store is not None else {}
     sessions = build_sessions(config, weights, levels, store) if store is not None else None
     grammars = Grammars(tokenizer, weights.output_ids.tolist())
-    tuned = build_tuned(config, engine.state)
+    tuned = EngineVariants(build_tuned(config, engine.state), row_adapters_of(config, engine.bank))
     engine_loop = EngineLoop(
         engine,
         scheduler,
@@ -161,7 +163,7 @@ def build_engine_loop(
         adapters=[adapter.report() for adapter in adapters],
         variants=tuned.variants,
     )
-    tuned.changed = engine_loop.show_variants
+    tuned.tell(engine_loop.show_variants)
     return engine_loop
 
 
@@ -280,7 +282,7 @@ def plan_memory(
             UNLIMITED if config.l1_mib is None else config.l1_mib * MIB,
         )
     kept = kept_bytes(shape, wkv_dtype, *limits) + config.prefix_cache_mib * MIB
-    buffers = kernel_bytes(shape, budget, quant) + kept + AdapterBank.num_bytes(shape, config.adapter_columns, dtype)
+    buffers = kernel_bytes(shape, budget, quant) + kept + AdapterBank.num_bytes(shape, columns_of(config), dtype)
     return MemoryPlan(device, shape, dtype, wkv_dtype, buffers, sampling_bytes(shape, config.max_logit_bias), quant)
 
 
@@ -369,7 +371,7 @@ def build_engine(
         mode = config.compile or (COMPILE_MODE if config.ops == "compile" else None)
         ops = compiled_ops(mode) if mode else reference_ops
         sampler = make_sampler(config.sampler, num_slots, weights.output_ids, device)
-        bank = build_bank(config, weights, num_slots, only_adding=False)
+        bank = bank_for(config, weights, num_slots, only_adding=False)
         adapted = None if bank is None else Way(model_of(weights, RowAdapterOps(bank, reference_ops), "reference"))
         return Engine(model_of(weights, ops, "compile" if mode else "reference"), sampler, state, bank=bank, adapted=adapted)
     launcher = Launcher(library, device)
@@ -390,8 +392,8 @@ def build_engine(
         max_bias=config.max_logit_bias,
     )
     if failing or not isinstance(sampler, GraphSampler):  # what runs in plain torch cannot be captured
-        if config.adapter_columns:
-            raise UsageError("--adapters-dir, --row-adapter: need kernels that all work here, or --ops reference", param="ops")
+        if columns_of(config):
+            raise UsageError("--adapter-ranks, --row-adapter: need kernels that all work here, or --ops reference", param="ops")
         ops = self_check.PartlyReferenceOps(weights, launcher, frozenset(failing), **limits)
         return Engine(model_of(weights, ops, " but ".join(["kernels", *failing])), sampler, state)
     ops = KernelOps(weights, launcher, **limits)
@@ -403,7 +405,7 @@ def build_engine(
     state.last_ids.random_(1, len(weights.embedding))  # steps that are timed want rows that differ
     tuner = Autotuner(ops, lambda num_rows: model.forward(None, CapturedRows.decode(slots[:num_rows]), state))
     tuner.tune(sorted({*sizes, *(prefills.sizes if prefills else ())}))
-    bank, adapted = build_bank(config, weights, num_slots, only_adding=True), None
+    bank, adapted = bank_for(config, weights, num_slots, only_adding=True), None
     if bank is not None:
         own = model_of(weights, AdaptedKernelOps(ops, bank), "kernels")
         more = None if prefills is None else PrefillGraphs(own, sampler, state, max_tokens=max_tokens)
@@ -414,18 +416,6 @@ def build_engine(
     state.last_ids.zero_()
     state.clear(range(num_slots))
     return Engine(model, sampler, state, graphs, prefills, bank=bank, adapted=adapted)
-
-
-def build_bank(config: Config, weights: weights_module.Weights, num_slots: int, *, only_adding: bool) -> AdapterBank | None:
-    """Return the room for adapters of single rows, None where none are wanted. UsageError where the model takes none."""
-    if not config.adapter_columns:
-        return None
-    if not isinstance(weights.shape, ModelShape):
-        raise UsageError(
-            f"--adapters-dir, --row-adapter: for RWKV-7; {weights.architecture} takes adapters with --adapter",
-            param="adapters_dir",
-        )
-    return AdapterBank(weights, config.adapter_columns, num_slots, only_adding=only_adding)
 
 
 def model_of(weights: weights_module.Weights, ops: Any, ops_name: str) -> Any:

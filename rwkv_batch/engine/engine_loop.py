@@ -27,7 +27,7 @@ from rwkv_batch.scheduling.plan import Plan, Row
 from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.served.variants import Variant
 from rwkv_batch.text.tokenizer import Tokenizer
-from rwkv_batch.tuned.registry import TunedStates
+from rwkv_batch.tuned.variants import EngineVariants
 
 log = logging.getLogger("rwkv_batch.engine")
 
@@ -58,7 +58,7 @@ class EngineLoop(ActiveRequests):
         *,
         sessions: Sessions | None = None,
         grammars: Grammars | None = None,
-        tuned: TunedStates | None = None,
+        tuned: EngineVariants | None = None,
         queue: int = 512,
         checkpoint_tokens: int = CHECKPOINT_TOKENS,
     ):

@@ -233,6 +233,7 @@ def rows_of(
     for sequence in sequences:
         prompt = sequence.prompt
         sequence.initial, sequence.continues = initial if continues else begin, continues
+        sequence.adapter = accepted.start.adapter if accepted.start is not None else None
         if continues:
             if request.session.separate:
                 prompt = separated(prompt, lease.newlines, tokenizer)

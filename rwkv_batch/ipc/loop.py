@@ -35,7 +35,7 @@ from rwkv_batch.ipc.router import Router
 from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.ipc.waker import Bell, call_back
 from rwkv_batch.request import Event, Failure
-from rwkv_batch.served.variants import LoadState, RemoveStates, VariantOrder
+from rwkv_batch.served.variants import LoadAdapter, LoadState, RemoveAdapters, RemoveStates, VariantOrder
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +83,11 @@ class OrderForAll:
             self.said = self.said or said
         if self.pending:
             return
-        if isinstance(self.said, Failure) and isinstance(self.order, LoadState):
+        if isinstance(self.said, Failure) and isinstance(self.order, LoadState | LoadAdapter):
+            forget = RemoveStates if isinstance(self.order, LoadState) else RemoveAdapters
             for one in self.done:
                 if one.ready:
-                    one.send(Execute(secrets.token_hex(8), RemoveStates(name=self.order.name)))
+                    one.send(Execute(secrets.token_hex(8), forget(name=self.order.name)))
         call_back(self.answer, self.said)
 
 

@@ -5,16 +5,18 @@ whole and never split. Plain Python; what is said about variants across the proc
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
+
+ADAPTER = "adapter:"  # what keys of adapters begin with
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """One variant of a model, as engines tell HTTP processes.
 
     name         what follows the model's name in an id
-    kind         a tuned state, or a mix of several (MRSS)
+    kind         a tuned state, a mix of several (MRSS), or an adapter
     key          tells what its rows compute from what others do: a name may be loaded anew with another file
     temperature  of requests that send none, None = as without the variant
     top_p        likewise
@@ -22,7 +24,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    kind: Literal["state", "mix"] = "state"
+    kind: Literal["state", "mix", "adapter"] = "state"
     key: str
     temperature: float | None = None
     top_p: float | None = None
@@ -67,17 +69,42 @@ class ListVariants(msgspec.Struct, tag="list_variants", frozen=True, kw_only=Tru
     """Say which variants there are."""
 
 
-VariantOrder = LoadState | SetWeights | RemoveStates | ListVariants
+class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True, kw_only=True):
+    """Have an adapter for single rows under a name. Conflict when the name is taken, unless `replace`.
+
+    file     where it lies
+    scaling  a factor, or "alpha=32"; "" = as the file says
+    """
+
+    name: str
+    file: str
+    scaling: str = ""
+    temperature: float | None = None
+    top_p: float | None = None
+    replace: bool = False
+
+
+class RemoveAdapters(msgspec.Struct, tag="remove_adapters", frozen=True, kw_only=True):
+    """Forget an adapter, None = all. NotFound when there is none of that name."""
+
+    name: str | None = None
+
+
+StateOrder = LoadState | SetWeights | RemoveStates | ListVariants
+AdapterOrder = LoadAdapter | RemoveAdapters
+VariantOrder = LoadState | SetWeights | RemoveStates | ListVariants | LoadAdapter | RemoveAdapters
 
 
 class VariantsNow(msgspec.Struct, tag="variants", frozen=True, kw_only=True):
     """The answer to each of them: the variants that there are now.
 
     transposed  of the files that were read: whether their axes were swapped
+    adapter     that was loaded: what its file was taken for
     """
 
     variants: list[Variant]
     transposed: list[bool] = []
+    adapter: dict[str, Any] = {}
 
 
 class Choice(NamedTuple):

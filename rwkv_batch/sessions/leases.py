@@ -16,6 +16,7 @@ import msgspec
 from rwkv_batch.errors import Conflict, NotFound, PreconditionFailed, RwkvBatchError, Unavailable, Unprocessable
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.request import Request
+from rwkv_batch.served.variants import ADAPTER
 from rwkv_batch.session_messages import Answer, CommitResult, Session
 from rwkv_batch.sessions.shared import Commit, GiveBack, Guarded, Load, Shared
 from rwkv_batch.sessions.store import Claim, Key, Replay, SessionStore
@@ -417,6 +418,13 @@ def _check(lease: Lease, resident: ResidentSession | None) -> None:
         raise PreconditionFailed(f"session {lease.key[1]!r} is at version {version}", param="expect_version")
     if resident is None and session.must_exist:
         raise NotFound(f"there is no session {lease.key[1]!r}", code="session_not_found", param="session_id")
+    if resident is not None and lease.request.state != resident.origin and resident.origin.startswith(ADAPTER):
+        raise Unprocessable(
+            f"session {lease.key[1]!r} was begun with an adapter; its turns name the same one",
+            param="model", code="other_adapter",
+        )  # fmt: skip
+    if resident is not None and lease.request.state.startswith(ADAPTER) and lease.request.state != resident.origin:
+        raise Unprocessable(f"session {lease.key[1]!r} was begun without this adapter", param="model", code="other_adapter")
     if resident is not None and lease.request.state not in ("", resident.origin):
         raise Unprocessable(
             f"session {lease.key[1]!r} was begun with another state; a turn that names none goes on from where it is",

@@ -24,7 +24,7 @@ TOTALS = (
 )  # fmt: skip
 Durability = Literal["log", "turn", "relaxed", "shutdown"]
 Telling = Callable[[], AbstractContextManager[None]]
-ComputeState = Callable[[Callable[[], Snapshot | None], list[int], Callable[[Snapshot | RwkvBatchError], None]], None]
+ComputeState = Callable[[Callable[[], Snapshot | None], list[int], Callable[[Snapshot | RwkvBatchError], None], str], None]
 
 MAX_DEMOTES = 64  # sessions that wait to be copied to the host; more than these leave memory, if they are on disk
 GROUP_LOADS = 64  # sessions looked for together
@@ -353,7 +353,7 @@ class Shared:
         if self.compute_state is None:
             done(Unavailable("there is no engine to compute the state of this session"))
         else:
-            self.compute_state(lambda: self.arrived(resident), resident.ids, done)
+            self.compute_state(lambda: self.arrived(resident), resident.ids, done, resident.origin)
 
     def arrived(self, resident: ResidentSession) -> Snapshot | None:
         """Return a session's snapshot, which is there for what the calling thread's stream does next."""

@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from rwkv_batch.errors import Conflict, NotFound, RwkvBatchError, StorageFailed, UsageError
+from rwkv_batch.model.adapters.bank import LoadedAdapter
 from rwkv_batch.model.state import Snapshot, State
 from rwkv_batch.served.variants import ListVariants, LoadState, RemoveStates, SetWeights, Variant, VariantOrder, VariantsNow
 from rwkv_batch.tuned.state_file import TunedState, read_state
@@ -31,6 +32,7 @@ class Start(NamedTuple):
 
     key: str
     parts: tuple[Snapshot | None, ...]
+    adapter: LoadedAdapter | None = None
 
 
 class Loaded(NamedTuple):

@@ -32,6 +32,11 @@ class Scaling:
         return cls(alpha=value) if kind else cls(value)
 
     @property
+    def text(self) -> str:
+        """What `parse` reads; "" where it was not given."""
+        return f"alpha={self.alpha!r}" if self.alpha is not None else "" if self.factor is None else repr(self.factor)
+
+    @property
     def given(self) -> bool:
         """Whether it was."""
         return self.factor is not None or self.alpha is not None

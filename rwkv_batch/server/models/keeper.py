@@ -234,6 +234,8 @@ class ModelKeeper:
             "model_path": order.file,
             "served_model_name": order.name,
             "state_db": session_file(self.config, order.name),
+            "adapter": None,  # of the model of the start
+            "row_adapter": None,
         }
         try:
             config = replace(self.config, **settings, **order.settings)
