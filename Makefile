@@ -7,13 +7,13 @@ ARCHS ?= sm_80 sm_90a sm_120
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help serve test test-web test-cluster test-lm-eval test-ray test-long lint format bench plots kernels hip-check clean
+.PHONY: help serve test test-web test-faults test-lm-eval test-ray test-long lint format bench plots kernels hip-check clean
 
 help:
 	@echo "make serve [ARGS='--model-path M.pth --password P']   serve a model"
 	@echo "make test          lint and run the tests that need no GPU (minutes)"
 	@echo "make test-web      drive the page in a browser (skipped by name where chromium is not installed)"
-	@echo "make test-cluster  kill processes of two servers, proxy and database ten times (skipped by name without HAProxy and PostgreSQL)"
+	@echo "make test-faults   kill, hang and flood the processes of a server, then those of two behind HAProxy (skipped by name without it)"
 	@echo "make test-lm-eval  compare lm-evaluation-harness with the model in this process, and try instructor, in an environment of their own"
 	@echo "make test-ray      run deploy/ray_serve.py under Ray, in an environment of its own"
 	@echo "make test-long     run them with their full counts and write test/results/long.txt"
@@ -37,7 +37,8 @@ test: $(VENV)/.ready-test lint
 test-web: $(VENV)/.ready-web
 	$(BIN)/python -m pytest -m "web and not long" test/web
 
-test-cluster: $(VENV)/.ready-test
+test-faults: $(VENV)/.ready-test
+	$(BIN)/python -m pytest -n 3 -m "faults and not long" test
 	KILLS=10 $(BIN)/python -m pytest -m long -k again_and_again test/live/test_live_cluster.py
 
 test-lm-eval: $(VENV)/.ready-test $(VENV)/lm-eval/.ready

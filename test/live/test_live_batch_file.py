@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from server_process import ROOT, ServerProcess, wait_until
 
+pytestmark = pytest.mark.faults
+
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 

@@ -18,6 +18,8 @@ from server_process import PATIENCE, ServerProcess, process_figures, wait_until
 from bench.client import open_stream
 from routes import ROUTES
 
+pytestmark = pytest.mark.faults
+
 CHAT = "/v1/chat/completions"
 CLIENTS = 6
 LONGEST = 10.0  # s of a call

@@ -22,6 +22,8 @@ from server_process import PATIENCE, ROOT, STRICT, ServerProcess, wait_until
 
 from bench.client import open_stream
 
+pytestmark = pytest.mark.faults
+
 CHAT = "/v1/chat/completions"
 GOOD = {"contents": ["a"], "max_tokens": 2}
 FRESH = ("--heartbeat", "0.05")

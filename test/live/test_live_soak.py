@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from server_process import ROOT, ServerProcess
 
+pytestmark = pytest.mark.faults
+
 FEW_SESSIONS = ("--l1-sessions", "16", "--l2-sessions", "32")  # memory that fills with sessions is not what is looked for
 MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))  # of the long one
 
