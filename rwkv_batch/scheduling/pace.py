@@ -72,14 +72,13 @@ class PrefillPace:
 
     def began(self, plan: Plan, at: float) -> None:
         """The step of a plan was given to the device, `at` seconds on a clock."""
-        num_tokens = sum(len(row.ids) for row in plan.rows)
-        scored = any(row.ids and row.sequence.request.prompt_logprobs is not None for row in plan.rows)
-        if scored or not (num_tokens or self.mixed):
-            features = []
-        else:
-            features = self._features(num_tokens)
+        features: list[float] = []
+        if self.mixed or plan.rows[0].ids:
+            features = self._features(sum(len(row.ids) for row in plan.rows))
             if self.mixed:
                 features = [1.0, sum(not row.ids for row in plan.rows), features[-1]]
+            if any(row.ids and row.sequence.request.prompt_logprobs is not None for row in plan.rows):
+                features = []
         self._under_way.append((features, at))
 
     def ended(self, at: float) -> None:
