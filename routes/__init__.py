@@ -90,6 +90,8 @@ ROUTES = [
     Route("POST", "/loadstatemodel", tuned.load_state, access="admin"),
     Route("POST", "/loadadapter", adapters.load_adapter, access="admin"),
     Route("POST", "/removeadapter", adapters.remove_adapter, access="admin", may_be_empty=True),
+    Route("POST", "/mrss_loadstatemodel", tuned.load_mix, access="admin"),
+    Route("POST", "/mrss_set_gatingweight", tuned.set_weights, access="admin"),
     Route("POST", "/removestatemodel", tuned.remove, access="admin", may_be_empty=True),
     Route("POST", "/v1/batch/completions", batch.completions),
     Route("POST", "/v1/tokens/count", batch.tokens_count),

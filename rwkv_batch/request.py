@@ -72,6 +72,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     weights: list[float] = []
 
     @property
+    def width(self) -> int:
+        """How many slots one row takes: one for each state that it mixes."""
+        return max(1, len(self.weights))
+
+    @property
     def num_rows(self) -> int:
         """How many rows there are."""
         return len(self.prompts) * self.copies
@@ -178,7 +183,8 @@ class Sequence:
     num_prefilled  ids of `prompt` already put into a plan
     num_sampled    samplings already put into a plan; runs one ahead of the ids the host has seen
     slot           index into the state arrays, -1 while waiting and after the end
-    initial        the state to start from (a `Snapshot`), None for the empty one
+    followers      the rows, planned with this one, whose logits are mixed with its own and which are fed what it samples
+    initial        the state to start from (a `Snapshot`, with followers `Together`), None for the empty one
     continues      whether that is a session's, which no cached prefix leads to
     cached         leading ids of `prompt` that `initial` has seen already
     recalled       leading ids of `prompt` that are the session's: they lead from `initial` to its state
@@ -192,17 +198,18 @@ class Sequence:
     """
 
     __slots__ = (
-        "adapter", "cached", "continues", "cuts", "finalizing", "forced", "index", "initial", "mask", "num_prefilled",
-        "num_sampled", "num_waits", "prompt", "recalled", "request", "resumed", "slot",
+        "adapter", "cached", "continues", "cuts", "finalizing", "followers", "forced", "index", "initial", "mask",
+        "num_prefilled", "num_sampled", "num_waits", "prompt", "recalled", "request", "resumed", "slot",
     )  # fmt: skip
 
-    def __init__(self, request: Request, index: int):
+    def __init__(self, request: Request, index: int, *, is_leader: bool = True):
         self.request = request
         self.index = index
         self.prompt = request.prompts[(index - request.first) // request.copies]
         self.num_prefilled = 0
         self.num_sampled = 0
         self.slot = -1
+        self.followers = [Sequence(request, index, is_leader=False) for _ in range(request.width - 1)] if is_leader else []
         self.initial = None
         self.continues = False
         self.cached = 0

@@ -38,7 +38,7 @@ def test_no_path_is_there_twice():
 
 def test_what_administers_needs_the_password():
     handlers = {admin.server_status, admin.server_stop, admin.figures, admin.stats, big_batch.clean}
-    handlers |= {models.load, models.remove, models.switch, tuned.load_state, tuned.remove}
+    handlers |= {models.load, models.remove, models.switch, tuned.load_state, tuned.load_mix, tuned.set_weights, tuned.remove}
     assert {route.handler for route in ROUTES if route.access == "admin"} == handlers
 
 

@@ -4,12 +4,13 @@ import pytest
 import torch
 from models import ROOT
 
-from demo import tune_lora, tuning
+from demo import tune_lora, tune_state, tuning
 from rwkv_batch.model import reference_ops, weights
 from rwkv_batch.model.adapters import adapter_file
 from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
+from rwkv_batch.tuned.state_file import read_state
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,20 @@ def test_the_lora_does_what_it_was_trained_for(model):
     assert changed < 0.2 * plain
 
 
+def test_the_state_does_what_it_was_trained_for(model):
+    """The same of the state that was trained; one engine answers with it and without."""
+    held = tuning.held_out()
+    loop = tuning.served(state=f"meow={tune_state.FILE}")
+    texts = tuning.Texts(tune_state.marked, held, loop)
+    assert not any(tune_state.MARK.strip() in answer for answer in texts.plain)
+    answers = tuning.answers(loop, held, tokens=8, state=loop.tuned.variants[0].key)
+    assert sum(answer.startswith(tune_state.MARK) for answer in answers) >= 0.9 * len(held)
+    initial = read_state(tune_state.FILE, loop.engine.state.shape, field="state").wkv
+    with torch.no_grad():
+        plain, changed = model.loss(texts.rows), model.loss(texts.rows, initial=initial)
+    assert changed < 0.2 * plain
+
+
 def test_a_few_steps_of_training_lower_the_loss(model):
     rows, lora = [(list(range(300, 310)), 4), (list(range(400, 408)), 3)], tune_lora.Lora(model)
     with torch.no_grad():
@@ -59,3 +74,7 @@ def test_a_few_steps_of_training_lower_the_loss(model):
     tuning.train(lora.parts.values(), lambda batch: model.loss(batch, lora), rows, steps=3, rate=1e-2, batch=2)
     with torch.no_grad():
         assert model.loss(rows, lora) < before
+    state = torch.zeros(model.layers, model.heads, tuning.HEAD, tuning.HEAD, requires_grad=True)
+    tuning.train([state], lambda batch: model.loss(batch, initial=state), rows, steps=3, rate=1e-2, batch=2)
+    with torch.no_grad():
+        assert model.loss(rows, initial=state) < model.loss(rows)

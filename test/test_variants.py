@@ -278,7 +278,7 @@ def test_without_a_folder_and_for_whom():
         call(tuned.load_state, FakeApp(), **SINGLE)
     assert raised.value.status == 403
     access = {route.path: route.access for route in ROUTES}
-    orders = ("/loadstatemodel", "/removestatemodel")
+    orders = ("/loadstatemodel", "/mrss_loadstatemodel", "/mrss_set_gatingweight", "/removestatemodel")
     assert [access[path] for path in orders] == ["admin"] * len(orders)
     assert access["/models"] == "open"
 

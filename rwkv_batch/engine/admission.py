@@ -279,11 +279,16 @@ class Admission:
 
     def _start_of(self, request: Request) -> Start | None:
         """What the rows of a request begin with; NotFound, InvalidRequest."""
-        if not request.state:
+        if not request.state and not request.weights:
             return None
         if self.tuned is None:
             raise InvalidRequest("this engine has no tuned states", param="state")
-        return self.tuned.find(request.state)
+        start = self.tuned.find(request.state)
+        if len(request.weights) != (len(start.parts) if start.mixed else 0) or (request.weights and sum(request.weights) <= 0):
+            raise InvalidRequest("the weights do not fit the states that are mixed", param="mrss_gatingweight")
+        if request.weights and (request.session is not None or request.prompt_logprobs is not None):
+            raise InvalidRequest("mixed states have no sessions and no prompt_logprobs", param="state")
+        return start
 
     def execute(
         self,

@@ -5,6 +5,7 @@ as the next step's input, so a caller may submit the next step before it has see
 """
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,10 +21,11 @@ from rwkv_batch.errors import Unavailable
 from rwkv_batch.model.adapters.bank import AdapterBank
 from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
-from rwkv_batch.model.state import Snapshot, State
+from rwkv_batch.model.state import Snapshot, State, Together
 from rwkv_batch.request import Sequence, TokenLogprob
 from rwkv_batch.scheduling.plan import Plan, Row
 from sampling.base import Sampled, Sampler
+from sampling.mixture import Mixture, mix_logits
 
 READBACKS = 8  # readings of ids that may be on their way to the host: of two steps, two of each
 
@@ -105,7 +107,8 @@ class Engine:
             self._thread = threading.get_ident()
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-        rows = sorted(plan.rows, key=_slot)  # neighbouring slots are worked on in place
+        rows = plan.rows if not plan.mixes else [part for row in plan.rows for part in with_followers(row)]
+        rows = sorted(rows, key=_slot)  # neighbouring slots are worked on in place
         starting = [row.sequence for row in rows if row.start]
         if starting:
             self._start(starting)
@@ -126,9 +129,16 @@ class Engine:
             return None
         slots = [row.sequence.slot for row in rows]
         slot_tensor = torch.tensor(slots).to(self.device, non_blocking=True)
-        logits = self._kept.index_select(0, slot_tensor)[:, : len(self.sampler.ids)]
+        mixture = mixture_of([row.sequence for row in rows], self.device)
+        kept = self._kept if mixture is not None else self._kept.index_select(0, slot_tensor)
+        logits = kept[:, : len(self.sampler.ids)]
+        if mixture is not None:
+            logits = mix_logits(logits, *mixture)
         sampled = self.sampler.sample(logits, slot_tensor, slots)
-        self.state.last_ids[slot_tensor] = sampled.ids
+        if mixture is not None:
+            self.state.last_ids[mixture.slots] = sampled.ids[:, None].expand_as(mixture.slots)
+        else:
+            self.state.last_ids[slot_tensor] = sampled.ids
         return self._step([row.sequence for row in rows], sampled)
 
     def _keep(self, rows: list[Row], logits: torch.Tensor) -> None:
@@ -202,6 +212,12 @@ class Engine:
         """Return a copy of a slot's state after all steps submitted so far; Unavailable when there is no memory for it."""
         return self.take_many([slot])[0]
 
+    def take_of(self, sequence: Sequence) -> Snapshot | Together:
+        """Return a copy of a sequence's state, and of its followers' if it has any; Unavailable as `take`."""
+        if not sequence.followers:
+            return self.take(sequence.slot)
+        return Together(tuple(self.take_many([part.slot for part in (sequence, *sequence.followers)])))
+
     @torch.inference_mode()
     def take_many(self, slots: list[int]) -> list[Snapshot]:
         """Return a copy of each slot's state as `take` does, all or none."""
@@ -229,7 +245,7 @@ class Engine:
         prefills = self._way.prefills
         if prefills is None or not prefills.fits(sum(len(row.ids) for row in rows), len(rows)):
             return False
-        return all(row.ids and not is_scored(row) for row in rows)
+        return all(row.ids and not row.keeps and not is_scored(row) for row in rows)
 
     def _replay_prefill(self, rows: list[Row]) -> Step:
         """Feed each row its ids, and sample those that ask for it."""
@@ -263,6 +279,10 @@ class Engine:
 
     def _start(self, sequences: list[Sequence]) -> None:
         """Give slots to new sequences: their initial states, their controls."""
+        for sequence in sequences:
+            if isinstance(sequence.initial, Together):
+                for part, initial in zip([sequence, *sequence.followers], sequence.initial.parts, strict=True):
+                    part.initial = initial
         empty = [s.slot for s in sequences if s.initial is None]
         if self._begin is None:
             self.state.clear(empty)
@@ -332,6 +352,31 @@ class _Readback:
         copied = Sampled(ids, finite, *rest)
         arrived.record()
         return copied, arrived
+
+
+def with_followers(row: Row) -> Iterator[Row]:
+    """Yield a row and those of its followers, which are fed the same and sample nothing themselves."""
+    yield row
+    for follower in row.sequence.followers:
+        yield Row(follower, ids=row.ids, sample=False, start=row.start, keeps=row.keeps)
+
+
+def mixture_of(sequences: list[Sequence], device: torch.device) -> Mixture | None:
+    """Return whose logits are mixed for each of these rows, None where each has its own."""
+    width = max(1 + len(sequence.followers) for sequence in sequences)
+    if width == 1:
+        return None
+    slots, weights = [], []
+    for sequence in sequences:
+        own = [sequence.slot, *(follower.slot for follower in sequence.followers)]
+        given = sequence.request.weights if sequence.followers else [1.0]
+        padding = width - len(own)
+        slots.append(own + own[:1] * padding)
+        weights.append([weight / sum(given) for weight in given] + [0.0] * padding)
+    return Mixture(
+        torch.tensor(slots).to(device, non_blocking=True),
+        torch.tensor(weights, dtype=torch.float32).to(device, non_blocking=True),
+    )
 
 
 def _slot(row: Row) -> int:

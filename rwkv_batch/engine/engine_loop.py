@@ -21,7 +21,7 @@ from rwkv_batch.engine.row_output import CheckpointTimes, RowOutput, again, begi
 from rwkv_batch.engine.token_mask import MaskPatience
 from rwkv_batch.errors import Conflict, EngineFailed, InvalidRequest, RwkvBatchError, Unavailable
 from rwkv_batch.grammar.masks import GrammarMask, Grammars
-from rwkv_batch.model.state import Snapshot
+from rwkv_batch.model.state import Snapshot, Together
 from rwkv_batch.request import Event, PromptScore, Sequence, TokenLogprob
 from rwkv_batch.scheduling.plan import Plan, Row
 from rwkv_batch.scheduling.scheduler import Scheduler
@@ -357,15 +357,15 @@ def keep_prefix(engine: Engine, scheduler: Scheduler, sequence: Sequence) -> Non
     """A part of a prompt is fed: others may start from the state there."""
     prefixes = scheduler.prefixes
     if prefixes is not None and not (sequence.finalizing or sequence.resumed):
-        followers = prefixes.fed(sequence, lambda: take_prefix(engine, sequence.slot))
+        followers = prefixes.fed(sequence, lambda: take_prefix(engine, sequence))
         if followers:
             scheduler.resume(followers)
 
 
-def take_prefix(engine: Engine, slot: int) -> Snapshot | None:
+def take_prefix(engine: Engine, sequence: Sequence) -> Snapshot | Together | None:
     """Return a copy of the state; None where there is no memory for it."""
     try:
-        return engine.take(slot)
+        return engine.take_of(sequence)
     except Unavailable as error:
         log.warning("a prefix is not kept: %s", error.message)
         return None

@@ -7,7 +7,7 @@ from itertools import chain
 
 from rwkv_batch.engine.admission import NOBODY, Accepted, ActiveRequest, Lease, Owner, stops_of
 from rwkv_batch.errors import RwkvBatchError
-from rwkv_batch.model.state import Snapshot
+from rwkv_batch.model.state import Snapshot, Together
 from rwkv_batch.request import Delta, Event, Failure, Finish, Progress, Reason, Request, Sequence, TokenLogprob
 from rwkv_batch.session_messages import Answer
 from rwkv_batch.text.detokenizer import IncrementalDetokenizer, StopMatcher
@@ -226,7 +226,7 @@ def rows_of(
     request, lease = active.request, accepted.lease
     initial, ids = (lease.initial(), lease.ids) if lease is not None else (None, [])
     continues = initial is not None or ids != []
-    begin = accepted.start.parts[0] if accepted.start is not None and not continues else None
+    begin = begin_of(request, accepted) if not continues else None
     stops = NO_STOPS if request.sampling.min_tokens > 0 else accepted.stops
     kept = lease if lease is not None and request.session.keep else None
     rows = {}
@@ -243,6 +243,13 @@ def rows_of(
             mask.sequence = sequence
         rows[sequence] = RowOutput(active, IncrementalDetokenizer(tokenizer.token_bytes, stops), kept, prompt)
     return rows
+
+
+def begin_of(request: Request, accepted: Accepted) -> Snapshot | Together | None:
+    """Return what a row begins with that continues no session."""
+    if accepted.start is None:
+        return None
+    return Together(accepted.start.parts) if request.width > 1 else accepted.start.parts[0]
 
 
 def begin_forced(sequence: Sequence, row: RowOutput, token_bytes: list[bytes | None]) -> None:

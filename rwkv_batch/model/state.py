@@ -37,6 +37,18 @@ class Snapshot:
         return self.shift.nbytes + self.wkv.nbytes
 
 
+@dataclass(frozen=True, eq=False)
+class Together:
+    """The states of a row and its followers, in their order; None is the empty one."""
+
+    parts: tuple[Snapshot | None, ...]
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of all."""
+        return sum(part.num_bytes for part in self.parts if part is not None)
+
+
 class State:
     """The state arrays of `num_slots` slots; every step updates them in place.
 

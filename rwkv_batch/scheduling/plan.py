@@ -35,10 +35,12 @@ class Plan:
     """The rows of one step; slots are distinct.
 
     masked  whether some of them sample under a mask
+    mixes   whether some of them have followers
     """
 
     rows: list[Row] = field(default_factory=list)
     masked: bool = False
+    mixes: bool = False
 
 
 class FreeSlots:
@@ -66,6 +68,7 @@ class Batch:
     def __init__(self, sequences: Iterable[Sequence]):
         self.waiting = deque(sequences)
         self.running: set[Sequence] = set()
+        self.width = self.waiting[0].request.width if self.waiting else 1  # slots that a row takes
 
     @property
     def ready(self) -> bool:
@@ -133,15 +136,19 @@ class PrefillQueue:
         fed_before: dict[Sequence, int] = {}
         paused: list[Sequence] = []
         left, scored_left = min(self.budget, max(limit or self.budget, self._chunk)), SCORED_TOKENS
-        turn = max(self._chunk, left // 4 // self._chunk * self._chunk)
+        whole, turn = left, max(self._chunk, left // 4 // self._chunk * self._chunk)
         passed_over: list[tuple[str, deque[Sequence]]] = []  # scored ones that wait for the next plan
         while self._requests:
             request_id, sequences = self._requests.popitem(last=False)
             scored = sequences[0].request.prompt_logprobs is not None
-            rest = min(self._rests.pop(request_id, turn), turn)
+            width = sequences[0].request.width  # a token of its prompts is fed so many times
+            chunk = max(1, min(self._chunk, whole // width))
+            longest = max(turn, chunk * width)
+            rest = min(self._rests.pop(request_id, longest), longest)
             num_paused = len(paused)
-            spent = self._take_turn(sequences, min(rest, left, scored_left if scored else left), fed_before, paused)
-            goes_on = rest - spent >= self._chunk and (bool(sequences) or len(paused) > num_paused)
+            limit = min(rest, left, scored_left if scored else left) // width
+            spent = width * self._take_turn(sequences, limit, chunk, fed_before, paused)
+            goes_on = rest - spent >= chunk * width and (bool(sequences) or len(paused) > num_paused)
             if goes_on:
                 self._rests[request_id] = rest - spent
             if scored and not spent and left >= self._chunk:
@@ -169,7 +176,7 @@ class PrefillQueue:
                 self._requests.move_to_end(sequence.request.id, last=False)
 
     def _take_turn(
-        self, sequences: deque[Sequence], limit: int, fed_before: dict[Sequence, int], paused: list[Sequence]
+        self, sequences: deque[Sequence], limit: int, chunk: int, fed_before: dict[Sequence, int], paused: list[Sequence]
     ) -> int:
         """Feed `sequences` up to `limit` tokens; return how many it were. Those that are complete or may not begin are dropped,
         those that have come to a cut are moved to `paused`."""
@@ -181,7 +188,7 @@ class PrefillQueue:
                 continue
             end = sequence.cuts[0] if sequence.cuts else len(sequence.prompt)
             rest = end - sequence.num_prefilled
-            num_tokens = rest if rest <= left else left // self._chunk * self._chunk
+            num_tokens = rest if rest <= left else left // chunk * chunk
             if not num_tokens:
                 break
             fed_before.setdefault(sequence, sequence.num_prefilled)

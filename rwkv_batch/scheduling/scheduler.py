@@ -57,6 +57,7 @@ class Scheduler:
         self._changed = False  # whether something has changed since no more rows could start
         self._prompts = PrefillQueue(prefill_budget, self._may_begin)
         self._decoding: dict[Sequence, Row] = {}  # rows whose prompt is fed and that may still sample
+        self._num_mixes = 0  # rows, of those that run, that have followers
         self._masked: set[Sequence] = set()  # rows, of those that run, that sample under a mask
         self._decoded_last = True
 
@@ -89,10 +90,12 @@ class Scheduler:
             raise ValueError(f"request {request.id!r} is live already")
         if not all(request.prompts):
             raise ValueError(f"request {request.id!r} has an empty prompt")
+        if request.width > min(self.num_slots, self._prompts.budget):
+            raise ValueError(f"{request.width} states cannot be mixed in {self.num_slots} slots")
         sequences = [Sequence(request, index) for index in request.indices]
         if sequences:
             batch = (
-                SyncBatch(sequences, self.num_slots - self.spare_slots)
+                SyncBatch(sequences, max(1, (self.num_slots - self.spare_slots) // request.width))
                 if request.loop == "sync"
                 else ContinuousBatch(sequences)
             )
@@ -121,7 +124,8 @@ class Scheduler:
             if self.pace is not None:
                 self.pace.decoded()
         masked = bool(self._masked) and any((row.sample or row.draws) and row.sequence.mask is not None for row in rows)
-        return Plan(rows, masked) if rows else None
+        mixes = bool(self._num_mixes) and any(row.sequence.followers for row in rows)
+        return Plan(rows, masked, mixes) if rows else None
 
     def resume(self, sequences: list[Sequence]) -> None:
         """Feed rows that waited for the state they start from, and have it now."""
@@ -199,11 +203,17 @@ class Scheduler:
         while self._queue and self._free:
             batch = self._queue.popleft()
             room = len(self._free) - self.spare_slots
-            if room < 1 and batch.running:
+            if room < batch.width and batch.running:
                 passed_over.append(batch)
                 continue
-            for sequence in batch.start(max(room, 1)):
+            if len(self._free) < batch.width:  # nobody takes what it waits for
+                passed_over.append(batch)
+                break
+            for sequence in batch.start(max(room // batch.width, 1)):
                 sequence.slot = self._free.take()
+                for follower in sequence.followers:
+                    follower.slot = self._free.take()
+                self._num_mixes += bool(sequence.followers)
                 self._admit(sequence)
             if batch.ready:
                 self._queue.append(batch)
@@ -223,9 +233,14 @@ class Scheduler:
         """Return the next chunks of prompts; rows that sample with it decode from the next plan on."""
         rows = self._prompts.take(self._busy_limit() if self._decoding else None)
         if self.pace is not None:
-            self.pace.fed(sum(len(row.ids) for row in rows), beside_decoding=bool(self._decoding))
+            self.pace.fed(sum(len(row.ids) * row.sequence.request.width for row in rows), beside_decoding=bool(self._decoding))
         for row in rows:
-            if row.sample:
+            if row.sample and row.sequence.followers:
+                row.sample, row.keeps = False, True
+                if row.sequence.mask is not None:
+                    self._masked.add(row.sequence)
+                self._decoding[row.sequence] = Row(row.sequence, ids=[], sample=False, keeps=True, draws=True)
+            elif row.sample:
                 row.sequence.num_sampled += 1
                 if row.sequence.mask is not None:
                     self._masked.add(row.sequence)
@@ -268,6 +283,10 @@ class Scheduler:
         self._masked.discard(sequence)
         self._free.give(sequence.slot)
         sequence.slot = -1
+        self._num_mixes -= bool(sequence.followers)
+        for follower in sequence.followers:
+            self._free.give(follower.slot)
+            follower.slot = -1
         self._changed = True
         for follower in self.prefixes.end(sequence, nonfinite=nonfinite) if self.prefixes is not None else ():
             self._admit(follower)

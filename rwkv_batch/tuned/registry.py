@@ -33,6 +33,7 @@ class Start(NamedTuple):
     key: str
     parts: tuple[Snapshot | None, ...]
     adapter: LoadedAdapter | None = None
+    mixed: bool = False
 
 
 class Loaded(NamedTuple):
@@ -171,7 +172,7 @@ class TunedStates:
             name=order.name, kind="mix" if mixed else "state", key=key, temperature=order.temperature, top_p=order.top_p,
             weights=weights,
         )  # fmt: skip
-        return Loaded(order, variant, Start(key, parts))
+        return Loaded(order, variant, Start(key, parts, mixed=mixed))
 
     def _snapshot(self, wkv: torch.Tensor, name: str) -> Snapshot:
         try:
