@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import adapter_files
 import pytest
@@ -35,7 +36,7 @@ from rwkv_batch.sessions.sqlite.database import SessionDatabase
 from rwkv_batch.sessions.state_file import StateFile
 from rwkv_batch.tuned import row_adapters
 from rwkv_batch.tuned.registry import TunedStates
-from rwkv_batch.tuned.row_adapters import RowAdapters, columns_of, row_adapters_of
+from rwkv_batch.tuned.row_adapters import RowAdapters, bank_for, columns_of, row_adapters_of
 from rwkv_batch.tuned.variants import EngineVariants
 
 VOCAB, SLOTS, RANKS = 256, 8, 4 * adapter_files.RANK
@@ -299,6 +300,13 @@ def test_settings_that_are_refused(setting, words):
     bank = AdapterBank(random_weights(TINY, VOCAB), RANKS, SLOTS, only_adding=False)
     with pytest.raises(UsageError, match=words):
         row_adapters_of(Config(row_adapter=setting), bank)
+
+
+def test_rwkv_6_has_no_room():
+    other = SimpleNamespace(shape=None, architecture="RWKV-6")
+    assert bank_for(Config(adapter_ranks=8), other, 1, only_adding=False) is None
+    with pytest.raises(UsageError, match="RWKV-6"):
+        bank_for(Config(row_adapter="a=b"), other, 1, only_adding=False)
 
 
 def test_no_room_is_taken_without_the_setting():

@@ -72,6 +72,18 @@ class Scene:
         return failure.error, failure.code
 
 
+def test_what_was_made_for_the_first_model_stays_with_it():
+    scene = Scene(
+        Config(model_path="/models/first.pth", adapter="a.pth", row_adapter="b=b.pth", state="c=c.pth", adapter_ranks=8)
+    )
+    scene.load("second")
+    scene.keeper.ready(1, INFO, 0.5)
+    for front in scene.processes.alive:
+        scene.keeper.holds(front, 1, [], 1.0)
+    config = scene.keeper.configs[1]
+    assert (config.adapter, config.row_adapter, config.state, config.adapter_ranks) == (None, None, None, 8)
+
+
 def test_a_model_takes_the_place_of_another():
     scene = Scene()
     scene.load("second", settings={"quant": "int8"}, defaults=Defaults(temperature=0.5))

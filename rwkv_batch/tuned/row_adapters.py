@@ -183,14 +183,15 @@ def columns_of(config: Config) -> int:
 
 
 def bank_for(config: Config, weights: Weights, num_slots: int, *, only_adding: bool) -> AdapterBank | None:
-    """Return the room for adapters of single rows, None where none are wanted. UsageError where the model takes none."""
+    """Return the room for adapters of single rows, None where there is to be none or can be none. UsageError."""
     if not columns_of(config):
         return None
     if not isinstance(weights.shape, ModelShape):
-        raise UsageError(
-            f"--adapter-ranks, --row-adapter: for RWKV-7; {weights.architecture} takes adapters with --adapter",
-            param="adapter_ranks",
-        )
+        why = f"rows of {weights.architecture} have no adapters of their own; --adapter merges one"
+        if config.row_adapter:
+            raise UsageError(f"--row-adapter: {why}", param="row_adapter")
+        log.info("--adapter-ranks: %s", why)
+        return None
     return AdapterBank(weights, columns_of(config), num_slots, only_adding=only_adding)
 
 

@@ -234,8 +234,7 @@ class ModelKeeper:
             "model_path": order.file,
             "served_model_name": order.name,
             "state_db": session_file(self.config, order.name),
-            "adapter": None,  # of the model of the start
-            "row_adapter": None,
+            **dict.fromkeys(("adapter", "row_adapter", "state")),  # those of the start belong to its model
         }
         try:
             config = replace(self.config, **settings, **order.settings)
