@@ -128,7 +128,7 @@ class Server:
     @property
     def engine_address(self) -> str:
         """Where another HTTP process can reach the engine."""
-        return f"ipc://{next(Path(self.folder.name).glob('rwkv-batch-*'))}/engine"
+        return f"ipc://{next(Path(self.folder.name).glob('rwkv-batch-*'))}/engine-0"
 
 
 def measure(name: str, port: int, pids: list[int], num_streams: int, seconds: float) -> dict[str, Any]:
