@@ -15,7 +15,7 @@ import quiet_robyn  # noqa: F401
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
 
 from routes import ROUTES, admin, models
-from routes.native import big_batch, tuned
+from routes.native import adapters, big_batch, tuned
 
 TABLE = {(route.method, route.path): route for route in ROUTES}
 
@@ -38,6 +38,7 @@ def test_no_path_is_there_twice():
 
 def test_what_administers_needs_the_password():
     handlers = {admin.server_status, admin.server_stop, admin.figures, admin.stats, big_batch.clean}
+    handlers |= {adapters.load_adapter, adapters.remove_adapter}
     handlers |= {models.load, models.remove, models.switch, tuned.load_state, tuned.load_mix, tuned.set_weights, tuned.remove}
     assert {route.handler for route in ROUTES if route.access == "admin"} == handlers
 
