@@ -34,7 +34,7 @@ template <class... Parameters>
 cudaError_t start(void (*kernel)(Parameters...), const Launch& how, Parameters... arguments) {
     if (how.grid.x == 0 || how.grid.y == 0) return cudaSuccess;
 #ifdef RWKV_HIP
-    kernel<<<how.grid, how.block, how.shared, how.stream>>>(arguments...);
+    hipLaunchKernelGGL(kernel, how.grid, how.block, how.shared, how.stream, arguments...);
     return cudaGetLastError();
 #else
     cudaLaunchAttribute attributes[2];

@@ -129,7 +129,7 @@ static cudaError_t start(const SampleArgs& a, const Layout& layout, cudaStream_t
     const bool aligned = a.stride * sizeof(T) % 16 == 0 && reinterpret_cast<uintptr_t>(a.logits) % 16 == 0;
     const auto kernel = sample_kernel<T, DENSE>;
 #ifdef RWKV_HIP
-    kernel<<<a.num_rows, layout.threads, 0, stream>>>(a, aligned);
+    hipLaunchKernelGGL(kernel, dim3(a.num_rows), dim3(layout.threads), 0, stream, a, aligned);
     return cudaGetLastError();
 #else
     cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);

@@ -60,8 +60,8 @@ __device__ __forceinline__ uint32_t lane_max(uint32_t v) {
     return v;
 }
 __device__ __forceinline__ int lane_first(int v) { return lane_min(v); }
-// A bit for each lane.
-__device__ __forceinline__ uint32_t lane_ballot(bool v) { return uint32_t(lane_sum(int(uint32_t(v) << threadIdx.x % LANES))); }
+// A bit for each lane; the wavefront may have twice as many.
+__device__ __forceinline__ uint32_t lane_ballot(bool v) { return uint32_t(__ballot(v) >> (__lane_id() & LANES)); }
 __device__ __forceinline__ int lane_add(int v) { return lane_sum(v); }
 #else
 __device__ __forceinline__ uint32_t lane_max(uint32_t v) { return __reduce_max_sync(ALL, v); }
