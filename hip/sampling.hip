@@ -1,5 +1,4 @@
-// The sampling kernel for AMD GPUs: cuda/sampling.cu in HIP's words. It counts on warps of 32 lanes that may run apart, which
-// a wavefront of 64 has to allow; it has been compiled only.
+// The sampling kernel of cuda/sampling.cu for AMD GPUs, in HIP's words: a block for each row.
 #include "compat.h"
 
 #include "../cuda/sampling.cu"

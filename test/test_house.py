@@ -47,6 +47,7 @@ COVERED_BY = {
     "rwkv_batch/ipc": "test_channel",
     "rwkv_batch/kernels": "test_kernel_ops",
     "rwkv_batch/kernels/card_cache": "test_remembered",
+    "rwkv_batch/kernels/hip": "test_hip",
     "rwkv_batch/kernels/state_fill": "test_gpu_fill",
     "rwkv_batch/model": "test_model",
     "rwkv_batch/model/adapters": "test_adapters",

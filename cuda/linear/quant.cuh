@@ -8,7 +8,13 @@
 // put on sums of products, so that no rounding is added.
 #pragma once
 
+#ifdef RWKV_HIP
+#include "../launch.cuh"
+
+#include <type_traits>
+#else
 #include "products.cuh"
+#endif
 
 namespace rwkv {
 
@@ -40,9 +46,13 @@ __device__ __forceinline__ constexpr float unit() {
 __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
 // (a & mask) | b.
 __device__ __forceinline__ uint32_t select_or(uint32_t a, uint32_t mask, uint32_t b) {
+#ifdef RWKV_HIP
+    return (a & mask) | b;
+#else
     uint32_t v;
     asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(v) : "r"(a), "r"(mask), "r"(b));
     return v;
+#endif
 }
 __device__ __forceinline__ uint32_t bits_of(__half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
 __device__ __forceinline__ __half2 halves_of(uint32_t v) { return *reinterpret_cast<__half2*>(&v); }

@@ -37,6 +37,7 @@ from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.adapted.ops import AdaptedKernelOps
 from rwkv_batch.kernels.autotune import IN_PLACE_ROWS, Autotuner
 from rwkv_batch.kernels.compiler import KernelError
+from rwkv_batch.kernels.hip.ops import AdaptedHipOps, HipOps
 from rwkv_batch.kernels.launch import Launcher
 from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.quant.matrix import quant_format, supported_formats
@@ -304,8 +305,6 @@ def find_kernels(config: Config, device: torch.device, architecture: str = NEWES
             raise UsageError("--ops kernels: runs in fp16, without --compile", param="ops")
         return None
     try:
-        if torch.version.hip:
-            raise KernelError("the HIP kernels are not complete yet")
         return compiler.library(device.index or 0)
     except KernelError as error:
         if config.ops == "kernels":
@@ -394,20 +393,22 @@ def build_engine(
     if failing or not isinstance(sampler, GraphSampler):  # what runs in plain torch cannot be captured
         if columns_of(config):
             raise UsageError("--adapter-ranks, --row-adapter: need kernels that all work here, or --ops reference", param="ops")
-        ops = self_check.PartlyReferenceOps(weights, launcher, frozenset(failing), **limits)
+        ops = self_check.partly_reference(weights, launcher, frozenset(failing), **limits)
         return Engine(model_of(weights, ops, " but ".join(["kernels", *failing])), sampler, state)
-    ops = KernelOps(weights, launcher, **limits)
+    plain, with_adapters = (HipOps, AdaptedHipOps) if torch.version.hip else (KernelOps, AdaptedKernelOps)
+    ops = plain(weights, launcher, **limits)
     sizes = graph_sizes or ([num_slots] if config.batch_invariant else buckets_for(num_slots, num_spare))
     model = model_of(weights, ops, "kernels")
     graphs = DecodeGraphs(model, sampler, state, sizes)
     prefills = None if config.batch_invariant else PrefillGraphs(model, sampler, state, max_tokens=max_tokens)
-    slots = torch.tensor([*range(num_slots)] + [-1] * IN_PLACE_ROWS, device=device)
-    state.last_ids.random_(1, len(weights.embedding))  # steps that are timed want rows that differ
-    tuner = Autotuner(ops, lambda num_rows: model.forward(None, CapturedRows.decode(slots[:num_rows]), state))
-    tuner.tune(sorted({*sizes, *(prefills.sizes if prefills else ())}))
+    if not torch.version.hip:  # there each product is done in one way
+        slots = torch.tensor([*range(num_slots)] + [-1] * IN_PLACE_ROWS, device=device)
+        state.last_ids.random_(1, len(weights.embedding))  # steps that are timed want rows that differ
+        tuner = Autotuner(ops, lambda num_rows: model.forward(None, CapturedRows.decode(slots[:num_rows]), state))
+        tuner.tune(sorted({*sizes, *(prefills.sizes if prefills else ())}))
     bank, adapted = bank_for(config, weights, num_slots, only_adding=True), None
     if bank is not None:
-        own = model_of(weights, AdaptedKernelOps(ops, bank), "kernels")
+        own = model_of(weights, with_adapters(ops, bank), "kernels")
         more = None if prefills is None else PrefillGraphs(own, sampler, state, max_tokens=max_tokens)
         adapted = Way(own, DecodeGraphs(own, sampler, state, sizes), more)
     for captured in (graphs, prefills, *(adapted[1:] if adapted else ())):

@@ -56,7 +56,8 @@ class Toolchain:
         compiler = shutil.which("hipcc") or _existing(Path(os.environ.get("ROCM_PATH", "/opt/rocm")) / "bin" / "hipcc")
         if compiler is None:
             raise KernelError("no hipcc found on PATH or in ROCM_PATH: install ROCm's compiler (Debian: apt install hipcc)")
-        return cls("hip", compiler, folder("hip"), ".hip", ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden"))
+        flags = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")  # HIP's `__fmul_rn` is a plain `*`
+        return cls("hip", compiler, folder("hip"), ".hip", flags)
 
     def arch_flags(self, arch: str) -> tuple[str, ...]:
         """Flags for one architecture, such as sm_90a or gfx90a."""

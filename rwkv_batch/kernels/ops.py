@@ -136,15 +136,9 @@ class KernelOps:
 
     def __init__(self, weights: Weights, launcher: Launcher, *, max_tokens: int, max_rows: int):
         self.launcher = launcher
-        self.matmul = MatMul(launcher)
         self.mix = Mix(launcher, pdl=True)
-        self.linear = Linear(launcher, pdl=True)
-        # A weight that was made fp16 by the kernel before must not be fetched while that one ends.
         self.quant = quant_format(weights)
-        self.gemm = Gemm(launcher, pdl=not self.quant)
-        self.dequantise = Dequantiser(launcher)
-        self.quant_linear = QuantLinear(launcher, pdl=True)
-        self.many = ManyTokens(launcher, self.quant, weights.shape, max_tokens) if ManyTokens.fits(self.quant) else None
+        self.make_products(weights.shape, max_tokens)
         self.prepared = ModelKernels.of(weights, self.gemm)
         num_outputs = self.prepared.num_outputs
         self.buffers = Buffers(weights.shape, num_outputs, max_tokens=max_tokens, max_rows=max_rows, device=launcher.device)
@@ -152,6 +146,17 @@ class KernelOps:
         self._chosen: dict[tuple[Product, int], Variant] = {}  # by product and tokens
         self._now = self.buffers.all  # of the step that runs
         self._layout: RowLayout | None = None  # of a prefill step
+
+    def make_products(self, shape: ModelShape, max_tokens: int) -> None:
+        """Make ready what multiplies."""
+        launcher = self.launcher
+        self.matmul = MatMul(launcher)
+        self.linear = Linear(launcher, pdl=True)
+        # A weight that was made fp16 by the kernel before must not be fetched while that one ends.
+        self.gemm = Gemm(launcher, pdl=not self.quant)
+        self.dequantise = Dequantiser(launcher)
+        self.quant_linear = QuantLinear(launcher, pdl=True)
+        self.many = ManyTokens(launcher, self.quant, shape, max_tokens) if ManyTokens.fits(self.quant) else None
 
     def prepare(self, weights: Weights) -> ModelKernels:
         """Return what `Model` hands to the ops; `weights` are those that the ops were made for."""
@@ -230,13 +235,12 @@ class KernelOps:
             kernels, matrix = (self.gemm, layer.rkv.gemm) if layer.rkv.quant is None else (self.quant_linear, layer.rkv.quant)
             kernels.inputs(mixed, matrix, lora, rkv, hidden, self._gates(lora), variant.config)
         elif variant.lora is LoraPlacement.FUSED_DOWN:
-            if variant.method is Method.GEMV:
-                if layer.rkv.quant is None:
-                    self.linear.project(mixed, layer.rkv.weight, lora, rkv, hidden)
-                else:
-                    self.quant_linear.project(mixed, layer.rkv.quant, lora, rkv, hidden, config=variant.config)
-            else:
+            if variant.method is not Method.GEMV:
                 self.gemm.project(mixed, layer.rkv.gemm, layer.gemm_lora, rkv, hidden, variant.config)
+            elif layer.rkv.quant is None:
+                self.linear.project(mixed, layer.rkv.weight, lora, rkv, hidden)
+            else:
+                self.quant_linear.project(mixed, layer.rkv.quant, lora, rkv, hidden, config=variant.config)
             self._lora_up(hidden, lora)
         elif variant.lora is LoraPlacement.BEFORE:
             self.linear.lora_down(mixed, lora, hidden)
@@ -349,12 +353,9 @@ class KernelOps:
         config = variant.config or self.gemm.tile_config(num_tokens, matrix)
         return config.leaves_mask(num_tokens, matrix)
 
-    # Which variant.
-
     def variant(self, name: Product, num_tokens: int, matrix: MatrixKernels) -> Variant:
         """Return how a product of so many tokens is done."""
-        chosen = self._chosen.get((name, num_tokens))
-        if chosen is not None:
+        if (chosen := self._chosen.get((name, num_tokens))) is not None:
             return chosen
         if matrix.quant is not None:
             if num_tokens > GEMV_ROWS and name == "ffn_value" and self.quant_linear.masked_ffn_fits(num_tokens, matrix.quant):

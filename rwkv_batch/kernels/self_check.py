@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.card_cache import recall, remember
+from rwkv_batch.kernels.hip.ops import HipOps
 from rwkv_batch.kernels.launch import Launcher
 from rwkv_batch.kernels.layer_kernels import PLANES, MatrixKernels
 from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.state_fill import StateFill
 from rwkv_batch.kernels.variants import Method, Product, Variant
 from rwkv_batch.model import reference_ops
-from rwkv_batch.model.packed_rows import PackedRows
+from rwkv_batch.model.packed_rows import CapturedRows, PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weight import Weight
@@ -27,7 +28,7 @@ from sampling.self_check import check
 
 log = logging.getLogger("rwkv_batch.engine")
 
-SAMPLER, FILL = "sampler", "state"
+SAMPLER, FILL, GRAPHS = "sampler", "state", "graphs"
 OPS = ("embed", "add_norm_mix", "time_mix", "channel_mix", "logits")
 PRODUCTS: dict[str, tuple[Product, ...]] = {  # of these ops
     "time_mix": ("rkv", "output"),
@@ -82,24 +83,38 @@ class PartlyReferenceOps(KernelOps):
         return reference_ops.logits(x, y, model.source, index)
 
 
+class PartlyReferenceHipOps(PartlyReferenceOps, HipOps):
+    """The same on AMD GPUs."""
+
+
+def partly_reference(weights: Weights, launcher: Launcher, replaced: frozenset[str], **limits: int) -> PartlyReferenceOps:
+    """Return the kernel ops of this card but for some, which are the reference's."""
+    ops = PartlyReferenceHipOps if torch.version.hip else PartlyReferenceOps
+    return ops(weights, launcher, replaced, **limits)
+
+
 def failing(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None, *, quant: str = "") -> list[str]:
     """Return the names of ops, SAMPLER and FILL, whose kernels disagree with the reference here; remembered in `file`.
 
     quant  format of the matrices, "" = fp16
 
+    On AMD GPUs, GRAPHS too, where a captured step does not do what the same launches do.
     What cannot be run counts too, until the next start. OutOfMemoryError where there is no memory to find it out.
     """
     key = f"{torch.cuda.get_device_name(launcher.device)}, torch {torch.__version__}, state {wkv_dtype}, check {EXTENT}"
     key += f", {quant}" if quant else ""
     known = recall(file, dict[str, list[str]]) if file is not None else {}
     wrong = known.get(key)
-    if wrong is None or not {*wrong} <= {*OPS, SAMPLER, FILL}:
+    if wrong is None or not {*wrong} <= {*OPS, SAMPLER, FILL, GRAPHS}:
         wrong, broken = _check_all(launcher, wkv_dtype, quant)
         if file is not None and not broken:
             remember(file, known | {key: wrong})
         wrong += broken
     for name in wrong:
-        log.error("the kernels of %s give WRONG RESULTS or none on this card: it runs in plain torch, slowly", name)
+        if name == GRAPHS:
+            log.error("captured steps give WRONG RESULTS or none on this card: kernels are launched one by one, slowly")
+        else:
+            log.error("the kernels of %s give WRONG RESULTS or none on this card: it runs in plain torch, slowly", name)
     return wrong
 
 
@@ -110,6 +125,8 @@ def _check_all(launcher: Launcher, wkv_dtype: torch.dtype, quant: str) -> tuple[
     }
     checks[SAMPLER] = lambda: _samples(launcher)
     checks[FILL] = lambda: _fills(launcher, wkv_dtype)
+    if torch.version.hip:
+        checks[GRAPHS] = lambda: _captures(launcher, wkv_dtype, quant)
     wrong, broken = [], []
     for name, agrees in checks.items():
         try:
@@ -142,8 +159,8 @@ def _agrees(name: str, launcher: Launcher, wkv_dtype: torch.dtype, quant: str, s
     width = QUANT_WIDTH if quant else WIDTH
     weights = random_weights(launcher.device, quant=quant, width=width, seed=seed)
     limits = {"max_tokens": 128, "max_rows": 128}
-    expecting = Model(weights, PartlyReferenceOps(weights, launcher, frozenset(OPS), **limits))
-    ops = PartlyReferenceOps(weights, launcher, frozenset(OPS) - {name}, **limits)
+    expecting = Model(weights, partly_reference(weights, launcher, frozenset(OPS), **limits))
+    ops = partly_reference(weights, launcher, frozenset(OPS) - {name}, **limits)
     tested = Model(weights, ops)
     for lengths in CASES:
         expected = _run(expecting, lengths, wkv_dtype)
@@ -181,6 +198,42 @@ def _sizes(name: str, lengths: list[int]) -> list[tuple[Product, int]]:
 
 def _matrix(ops: KernelOps, product: Product) -> MatrixKernels:
     return ops.prepared.head if product == "head" else getattr(ops.prepared.layers[0], product)
+
+
+@torch.inference_mode()
+def _captures(launcher: Launcher, wkv_dtype: torch.dtype, quant: str) -> bool:
+    """Take two decode steps launch by launch, and the same from the state before them by a graph of one."""
+    device, num_rows = launcher.device, 3
+    weights = random_weights(device, quant=quant, width=QUANT_WIDTH if quant else WIDTH)
+    model = Model(weights, HipOps(weights, launcher, max_tokens=num_rows, max_rows=num_rows))
+    state = State(weights.shape, num_rows, shift_dtype=torch.float16, wkv_dtype=wkv_dtype, device=device)
+    rows = CapturedRows.decode(torch.arange(num_rows, device=device))
+    stream, graph, seen = torch.cuda.Stream(device), torch.cuda.CUDAGraph(), []
+
+    def step() -> Tensor:
+        return model.forward(None, rows, state)
+
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for captured in (False, True):
+            if captured:
+                stream.synchronize()
+                with torch.cuda.graph(graph, stream=stream):
+                    logits = step()
+            state.clear(range(num_rows))
+            state.last_ids.copy_(torch.arange(num_rows))
+            for _ in range(2):
+                if captured:
+                    graph.replay()
+                else:
+                    logits = step()
+                seen.append([t.float().clone() for t in (logits, state.shift, state.wkv)])
+    stream.synchronize()
+    return all(
+        float((one - other).norm()) <= TOLERANCE * float(one.norm())
+        for before, after in zip(seen[:2], seen[2:], strict=True)
+        for one, other in zip(before, after, strict=True)
+    )
 
 
 @torch.inference_mode()

@@ -23,12 +23,12 @@ struct Lane {
     jmp_buf at;
     char* stack = nullptr;
     bool started = false, ended = false;
-    Site site{};
+    Spot spot{};
     const char* waits = "";
 };
 struct Group {
     int arrived = 0, turn = 0;
-    Site site{};
+    Spot spot{};
     int waiting[64];
     int words[2][64];  // by turns, for some lanes may still be reading
 };
@@ -66,9 +66,9 @@ void make_ready(int lane) { ready[(first_ready + num_ready++) % MOST_LANES] = la
     switch_to(lane);
 }
 
-void wait(const char* what, Site at) {
+void wait(const char* what, Spot at) {
     Lane& lane = lanes[current];
-    lane.waits = what, lane.site = at;
+    lane.waits = what, lane.spot = at;
     if (!_setjmp(lane.at)) next();
     lane.waits = "";
 }
@@ -84,7 +84,7 @@ void open_barrier() {
         const Lane* one = nullptr;
         for (int i = first; i < count && i < first + wavefront_size; i++) {
             if (lanes[i].ended) continue;
-            if (one && lanes[i].site != one->site) return fail("lanes of a wavefront reach a barrier at different places");
+            if (one && lanes[i].spot != one->spot) return fail("lanes of a wavefront reach a barrier at different places");
             one = &lanes[i];
         }
     }
@@ -129,7 +129,7 @@ void run_block() {
 
 }  // namespace
 
-Site site(const void* frame, const void* instruction) {
+Spot spot(const void* frame, const void* instruction) {
     return {instruction, lanes[current].stack + STACK - static_cast<const char*>(frame)};
 }
 int lane_id() { return current % wavefront_size; }
@@ -137,25 +137,25 @@ int wavefront() { return wavefront_size; }
 
 static Group& group_of(int width) { return groups[__builtin_ctz(width)][current / width]; }
 
-void meet(int width, Site at) {
+void meet(int width, Spot at) {
     if (width > wavefront_size) return fail("a group is larger than the wavefront");
     Group& group = group_of(width);
     const int size = min(width, count - current / width * width);
-    if (group.arrived && group.site != at) return fail("lanes of a group meet at different places");
-    group.site = at;
+    if (group.arrived && group.spot != at) return fail("lanes of a group meet at different places");
+    group.spot = at;
     group.waiting[group.arrived++] = current;
     if (group.arrived < size) return wait("shuffle", at);
     group.arrived = 0, group.turn ^= 1;
     for (int i = 0; i < size - 1; i++) make_ready(group.waiting[i]);
 }
 
-void barrier(Site at) {
-    lanes[current].site = at;
+void barrier(Spot at) {
+    lanes[current].spot = at;
     if (++at_barrier < live) return wait("barrier", at);
     open_barrier();
 }
 
-int exchange(int word, int source, int width, Site at) {
+int exchange(int word, int source, int width, Spot at) {
     Group& group = group_of(width);
     if (source < 0 || source >= width || current / width * width + source >= count)
         fail("a shuffle reads from a lane that is not there");
@@ -165,7 +165,7 @@ int exchange(int word, int source, int width, Site at) {
     return words[source];
 }
 
-uint64_t ballot(bool vote, Site at) {
+uint64_t ballot(bool vote, Spot at) {
     Group& group = group_of(GROUP);
     int(&words)[64] = group.words[group.turn];
     words[current % GROUP] = vote;

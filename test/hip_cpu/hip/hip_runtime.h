@@ -17,7 +17,7 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
 #define __builtin_amdgcn_fence(...)
-#define __builtin_amdgcn_wave_barrier() card::meet(32, card::site(__builtin_frame_address(0)))
+#define __builtin_amdgcn_wave_barrier() card::meet(32, card::spot(__builtin_frame_address(0)))
 
 struct dim3 {
     unsigned x, y, z;
@@ -49,16 +49,16 @@ inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 // What wavefronts.cpp does for a kernel.
 namespace card {
 
-struct Site {  // where a lane is: the instruction, and how deep in its stack
+struct Spot {  // where a lane is: the instruction, and how deep in its stack
     const void* instruction;
     std::ptrdiff_t depth;
-    bool operator!=(const Site& other) const { return instruction != other.instruction || depth != other.depth; }
+    bool operator!=(const Spot& other) const { return instruction != other.instruction || depth != other.depth; }
 };
-__attribute__((noinline)) Site site(const void* frame, const void* instruction = __builtin_return_address(0));
-void meet(int width, Site at);    // of the lanes of each `width` neighbouring ones
-void barrier(Site at);            // of the block
-int exchange(int word, int source, int width, Site at);  // the word of the lane `source` of the same `width`
-uint64_t ballot(bool vote, Site at);
+__attribute__((noinline)) Spot spot(const void* frame, const void* instruction = __builtin_return_address(0));
+void meet(int width, Spot at);    // of the lanes of each `width` neighbouring ones
+void barrier(Spot at);            // of the block
+int exchange(int word, int source, int width, Spot at);  // the word of the lane `source` of the same `width`
+uint64_t ballot(bool vote, Spot at);
 int lane_id();
 int wavefront();
 hipError_t launch(dim3 grid, dim3 block, void (*run)(void*), void* what);
@@ -66,7 +66,7 @@ hipError_t take_error();
 
 }  // namespace card
 
-#define CARD_SITE card::site(__builtin_frame_address(0), __builtin_return_address(0))
+#define CARD_SPOT card::spot(__builtin_frame_address(0), __builtin_return_address(0))
 
 template <class... Parameters, class... Arguments>
 void hipLaunchKernelGGL(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t, hipStream_t, Arguments... arguments) {
@@ -75,12 +75,12 @@ void hipLaunchKernelGGL(void (*kernel)(Parameters...), dim3 grid, dim3 block, si
 }
 inline hipError_t hipGetLastError() { return card::take_error(); }
 
-__attribute__((noinline)) inline void __syncthreads() { card::barrier(CARD_SITE); }
+__attribute__((noinline)) inline void __syncthreads() { card::barrier(CARD_SPOT); }
 inline int __lane_id() { return card::lane_id(); }
-__attribute__((noinline)) inline uint64_t __ballot(bool vote) { return card::ballot(vote, CARD_SITE); }
+__attribute__((noinline)) inline uint64_t __ballot(bool vote) { return card::ballot(vote, CARD_SPOT); }
 
 template <class T>
-T exchange_as(T value, int source, int width, card::Site at) {
+T exchange_as(T value, int source, int width, card::Spot at) {
     static_assert(sizeof(T) == 4);
     int word;
     std::memcpy(&word, &value, 4);
@@ -90,16 +90,16 @@ T exchange_as(T value, int source, int width, card::Site at) {
 }
 template <class T>
 __attribute__((noinline)) T __shfl(T value, int source, int width = card::wavefront()) {
-    return exchange_as(value, source, width, CARD_SITE);
+    return exchange_as(value, source, width, CARD_SPOT);
 }
 template <class T>
 __attribute__((noinline)) T __shfl_xor(T value, int distance, int width = card::wavefront()) {
-    return exchange_as(value, (card::lane_id() % width) ^ distance, width, CARD_SITE);
+    return exchange_as(value, (card::lane_id() % width) ^ distance, width, CARD_SPOT);
 }
 template <class T>
 __attribute__((noinline)) T __shfl_up(T value, int distance, int width = card::wavefront()) {
     const int lane = card::lane_id() % width;
-    return exchange_as(value, lane < distance ? lane : lane - distance, width, CARD_SITE);
+    return exchange_as(value, lane < distance ? lane : lane - distance, width, CARD_SPOT);
 }
 
 // Lanes take turns at the meetings above alone, so that nothing comes between a read and its write.

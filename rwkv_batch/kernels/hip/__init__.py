@@ -1,0 +1,1 @@
+"""What differs on AMD GPUs: products through torch instead of kernels of ours."""
