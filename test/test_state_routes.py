@@ -171,7 +171,7 @@ class FakeApp:
         self.folder = folder
         self.answer = answer
         self.orders = []
-        self.models = SimpleNamespace(find=lambda wanted, call: None)
+        self.models = SimpleNamespace(find=lambda wanted, call: None, all=[None])
 
     async def execute(self, command, model=None):
         self.orders.append(command)

@@ -39,10 +39,12 @@ async def count(context: RequestContext) -> Response:
 
 
 async def delete(context: RequestContext) -> Response:
-    """DELETE responses/{id}: forget the state."""
+    """DELETE responses/{id}: forget the state, whichever model has it."""
     name = context.params["response"]
     command = Delete(namespace=context.namespace, name=name)
-    deleted = name.startswith(PREFIX + "_") and (await context.app.execute(command, context.model)).found
+    deleted = False
+    for model in context.app.models.all if name.startswith(PREFIX + "_") else ():
+        deleted = deleted or (await context.app.execute(command, model)).found
     return json_reply({"id": name, "object": "response", "deleted": deleted})
 
 
