@@ -35,6 +35,7 @@ class SupervisedEngine:
     crashes   of engines in it
     given_up  whether it is left empty, after too many of them
     leaving   whether it is to be removed as soon as its engine is idle
+    stopping  whether its engine was told to end, so that nobody is to send it anything
     """
 
     seat: Seat
@@ -46,6 +47,7 @@ class SupervisedEngine:
     crashes: Crashes = field(default_factory=Crashes)
     given_up: bool = False
     leaving: bool = False
+    stopping: bool = False
 
 
 def engines_of(config: Config, folder: Path, environ: Mapping[str, str] = os.environ) -> list[SupervisedEngine]:

@@ -78,7 +78,7 @@ class Supervisor:
     @property
     def seats(self) -> list[Seat]:
         """Where the engines are, as other processes are told."""
-        return [engine.seat for engine in self.engines.values()]
+        return [engine.seat for engine in self.engines.values() if not engine.stopping]
 
     def announce(self, infos: list[EngineInfo]) -> None:
         """All are ready: say so."""

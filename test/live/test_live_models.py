@@ -145,14 +145,14 @@ def test_files_that_only_the_engine_can_refuse(folder, models):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("engine", ["stub", "demo"])
-def test_twenty_swaps_under_load(folder, models, engine):
+@pytest.mark.parametrize(("engine", "num_swaps"), [("stub", 20), ("demo", 8)])
+def test_many_swaps_under_load(folder, models, engine, num_swaps):
     """Nothing fails, and no process grows: neither the supervisor nor HTTP processes, nor what the engines leave behind."""
     model = {"model": DEMO} if engine == "demo" else {}
     with ServerProcess("--models-dir", str(models), folder=folder, **model) as server:
         load = Load(server)
         sizes: list[dict[int, tuple[int, int, int]]] = []
-        for number in range(20):
+        for number in range(num_swaps):
             swap(server, "ab"[number % 2])
             sizes.append({pid: process_figures(pid) for pid in [server.process.pid, *server.children("http")]})
         load.close()

@@ -84,7 +84,8 @@ class ModelProcesses:
         engine: SupervisedEngine | None = self._supervisor.engines.get(number)
         if engine is None:
             return
-        engine.leaving = True
+        engine.leaving = engine.stopping = True
+        self._supervisor.tell_seats()  # before they see that it has gone
         self.until[number] = time.monotonic() + self._supervisor.config.engine_stop_seconds
         children = self._children(number)
         for child in children:
