@@ -5,6 +5,7 @@ import time
 from routes import page
 from routes.http.context import RequestContext
 from routes.http.replies import Response, json_reply
+from routes.http.variants import served_ids
 from routes.schemas import Body, SamplingBody, validate
 from rwkv_batch import __version__, metrics
 from rwkv_batch.errors import RwkvBatchError
@@ -58,6 +59,7 @@ async def stats(context: RequestContext) -> Response:
             "engine": {
                 "phase": client.phase,
                 "model": context.model_name,
+                "models": served_ids(context),
                 **({key: getattr(info, key) for key in SHOWN} if info else {}),
                 **client.stats,
             },

@@ -114,6 +114,9 @@ class HttpMetrics:
             name("inter_token_latency_seconds"), "Between two steps with text; one in eight", buckets=TOKEN_SECONDS
         )
         self.latency = Histogram(name("e2e_request_latency_seconds"), "From the request to its end", buckets=SECONDS)
+        self.variants = Counter(
+            name("state_requests"), "Requests for a tuned state, a mix or an adapter, by its name", ["state"]
+        )
         self.prompt_tokens = Histogram(name("request_prompt_tokens"), "Prompt tokens of a row", buckets=TOKENS)
         self.generation_tokens = Histogram(name("request_generation_tokens"), "Generated tokens of a row", buckets=TOKENS)
         self.num_prompts = Histogram(name("request_params_n"), "Prompts of a request", buckets=COUNTS)

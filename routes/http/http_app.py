@@ -157,6 +157,8 @@ class HttpApp:
         own = variants.fields_of(body, variant)
         request = msgspec.structs.replace(request, namespace=context.namespace, **own)
         variants.check_mixed(request)
+        if variant is not None:
+            self.metrics.variants.labels(variant.name).inc()
         if request.grammar is not None:
             await self.check_grammar(request.grammar)
         context.num_prompts = request.num_rows

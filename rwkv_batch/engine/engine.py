@@ -130,10 +130,8 @@ class Engine:
         slots = [row.sequence.slot for row in rows]
         slot_tensor = torch.tensor(slots).to(self.device, non_blocking=True)
         mixture = mixture_of([row.sequence for row in rows], self.device)
-        kept = self._kept if mixture is not None else self._kept.index_select(0, slot_tensor)
+        kept = mix_logits(self._kept, *mixture) if mixture is not None else self._kept.index_select(0, slot_tensor)
         logits = kept[:, : len(self.sampler.ids)]
-        if mixture is not None:
-            logits = mix_logits(logits, *mixture)
         sampled = self.sampler.sample(logits, slot_tensor, slots)
         if mixture is not None:
             self.state.last_ids[mixture.slots] = sampled.ids[:, None].expand_as(mixture.slots)
