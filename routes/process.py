@@ -25,7 +25,7 @@ from rwkv_batch.config import Config
 from rwkv_batch.errors import Unavailable
 from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.server import lines
-from rwkv_batch.server.control import BEAT_SECONDS, Control
+from rwkv_batch.server.control import BEAT_SECONDS, Control, freeze_loaded
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,7 @@ def run(control: Control) -> int:
     deadline = time.monotonic() + (MEET_SECONDS if control.birth.engine_ready else 0.0)
     while (client.phase == "lost" or not app.models.default.ready) and time.monotonic() < deadline:
         time.sleep(0.005)  # who listens before would refuse what its neighbours answer
+    freeze_loaded()
     robyn.start(config.host or "127.0.0.1", config.port, _check_port=False)
     return 1
 

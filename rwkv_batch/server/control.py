@@ -89,14 +89,15 @@ def begin(role: str) -> Control:
     return control
 
 
-def freeze_loaded() -> None:
-    """What was made until now stays: collections of garbage need not look at it again, and they come less often.
+def freeze_loaded(*, collect_rarely: bool = False) -> None:
+    """What was made until now stays: collections of garbage need not look at it again.
 
-    One that looks at all of torch's objects takes a tenth of a second, and everybody waits for it.
+    One that looks at all that torch or the routes have made takes a twentieth of a second, and everybody waits for it.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(GARBAGE_OBJECTS)
+    if collect_rarely:
+        gc.set_threshold(GARBAGE_OBJECTS)
 
 
 def die_with(parent: int) -> None:

@@ -64,7 +64,7 @@ def run(control: Control) -> int:
     except Exception as error:
         control.report("failed", failure=Failure.of("", without_memory(error)))
         raise
-    freeze_loaded()
+    freeze_loaded(collect_rarely=True)
     server.attach(core)
     control.report("ready", info=core.info)
     try:

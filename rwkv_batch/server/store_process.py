@@ -26,7 +26,7 @@ def run(control: Control) -> int:
         return EXIT_USAGE
     control.listen({"drain": lambda: None, "stop": server.stop})
     threading.Thread(target=_beat, args=(control,), name="beat", daemon=True).start()
-    freeze_loaded()
+    freeze_loaded(collect_rarely=True)
     control.report("ready")
     try:
         server.run()
