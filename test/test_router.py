@@ -12,12 +12,13 @@ from test_channel import Engine, drain, request, wait_until
 from test_worker import Harness
 
 from rwkv_batch import session_messages
-from rwkv_batch.errors import Unavailable
+from rwkv_batch.errors import StorageFailed, Unavailable
 from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.messages import PHASES, Ask, EngineInfo, Seat
 from rwkv_batch.ipc.router import Router, room_of
 from rwkv_batch.ipc.server import EngineServer
 from rwkv_batch.request import Request
+from rwkv_batch.served.variants import ListVariants, LoadState, RemoveStates, Variant, VariantsNow
 from rwkv_batch.session_messages import Deleted, Session
 from sampling.params import SamplingParams
 
@@ -223,6 +224,41 @@ def test_each_engine_has_its_own_info_figures_and_sessions(engines):
     asked = [engine.pool.asked for engine in running]
     assert all(asked)
     assert sorted(command.name for some in asked for command in some) == sorted(command.name for command in commands)
+
+
+def test_an_order_about_states_is_carried_out_by_all_engines_or_none(engines):
+    client, running = engines
+    asked, refusing, answers = [[], []], set(), queue.SimpleQueue()
+
+    def executing(index: int):
+        def execute(command, answer) -> None:
+            asked[index].append(command)
+            if index in refusing and isinstance(command, LoadState):
+                raise StorageFailed("no memory")
+            running[index].worker.info = EngineInfo(model=NAMES[index], variants=[Variant(name="s", key="k")])
+            answer(VariantsNow(variants=[Variant(name="s", key="k")]))
+
+        return execute
+
+    for index, engine in enumerate(running):
+        engine.worker.execute = executing(index)
+    load = LoadState(name="s", files=["f"])
+    client.execute(load, answers.put)
+    assert [variant.name for variant in answers.get(timeout=30).variants] == ["s"]
+    assert asked == [[load], [load]]
+    assert [variant.name for variant in client.info.variants] == ["s"], "told before the answer"
+    refusing.add(1)
+    client.execute(load, answers.put)
+    assert answers.get(timeout=30).exception().message == "no memory"
+    wait_until(lambda: asked[0][1:] == [load, RemoveStates(name="s")])
+    assert asked[1][1:] == [load]
+    running[1].close()
+    wait_until(lambda: client.links[1].phase == "lost")
+    client.execute(load, answers.put)
+    assert answers.get(timeout=30).exception().code == "engine_lost"
+    client.execute(ListVariants(), answers.put)
+    assert [variant.name for variant in answers.get(timeout=30).variants] == ["s"]
+    assert asked[0][3:] == [ListVariants()], "a load that not all could do is given to none"
 
 
 def test_a_question_about_requests_is_answered_by_all(engines):

@@ -35,7 +35,7 @@ from rwkv_batch.ipc.router import Router
 from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.ipc.waker import Bell, call_back
 from rwkv_batch.request import Event, Failure
-from rwkv_batch.served.variants import LoadAdapter, LoadState, RemoveAdapters, RemoveStates, VariantOrder
+from rwkv_batch.served.variants import ListVariants, LoadAdapter, LoadState, RemoveAdapters, RemoveStates, VariantOrder
 
 log = logging.getLogger(__name__)
 
@@ -293,6 +293,8 @@ class LinkLoop:
     def _execute_everywhere(
         self, message: Execute, answer: Callable[[SessionAnswer], None], links: Sequence[EngineLink]
     ) -> None:
+        if isinstance(message.command, ListVariants):  # of those that are there
+            links = [link for link in links if link.ready] or links
         try:
             for phase in [link.phase for link in links] or ["lost"]:
                 refuse_in(phase)
