@@ -448,3 +448,25 @@ def test_seeded_text_is_the_same_on_one_engine_and_in_parts_on_two(tmp_path, cop
     assert said[0] == said[1]
     assert len(set(said[0])) > 20
     assert shares == [[240], [120, 120]]
+
+
+def test_two_processes_fill_two_engines_and_only_what_is_over_waits(tmp_path):
+    """Neither sees what the other one is sending: an engine without a free slot says so, as long as another one has some."""
+    seats = [Seat(index=index, address=f"ipc://{tmp_path}/{index}") for index in range(2)]
+    with contextlib.ExitStack() as stack:
+        running = [stack.enter_context(contextlib.closing(Engine(seat.address, slots=16))) for seat in seats]
+        clients = [stack.enter_context(contextlib.closing(EngineClient(seats, heartbeat=0.05, number=n))) for n in range(2)]
+        for client in clients:
+            client.start()
+        wait_until(lambda: all(link.ready for client in clients for link in client.links))
+        tickets = [clients[n % 2].submit(request(str(n), max_tokens=100_000)) for n in range(32)]
+        wait_until(lambda: all(ticket.accepted for ticket in tickets))
+        assert [sum(len(client.links[n].parts) for client in clients) for n in range(2)] == [16, 16]
+        wait_until(lambda: all(link.load == (16, 16) for client in clients for link in client.links))
+        over = [clients[0].submit(request(f"over {n}", max_tokens=100_000)) for n in range(8)]
+        wait_until(lambda: all(ticket.accepted for ticket in over))
+        wait_until(lambda: [engine.worker.stats()["sequences_waiting"] for engine in running] == [4, 4])
+        clients[1].fail_all(Unavailable("the end"))
+        wait_until(lambda: all(link.others == 0 for link in clients[0].links))
+        wait_until(lambda: sum(link.open_rows for link in clients[0].links) == 24)
+        wait_until(lambda: all(ticket.failure is not None or ticket.first_at is not None for ticket in over))

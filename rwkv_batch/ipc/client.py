@@ -8,6 +8,7 @@ from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.ipc.link import Pace, SessionAnswer
 from rwkv_batch.ipc.loop import Among, LinkLoop, best_phase, first_info, refuse_in, sum_of_stats
 from rwkv_batch.ipc.messages import Ask, EngineInfo, Execute, Live, Seat, Submit, encode
+from rwkv_batch.ipc.router import others_are_free
 from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.request import Event, Request
 from rwkv_batch.served.variants import VariantOrder
@@ -99,7 +100,8 @@ class EngineClient(LinkLoop):
         refuse_in(best_phase(self.links_of(among)))
         ticket = Ticket(self._cancel, request, format_event)
         ticket.answered, ticket.ended, ticket.among = answered, ended, among
-        message = Submit(request, endpoint, given_id)
+        now = request.session is None and others_are_free(self.links_of(among), request.num_rows)
+        message = Submit(request, endpoint, given_id, now=now)
         self._outbox.append((ticket, message, encode(message)))  # encoded here: what cannot be must not end the client's thread
         self._bell.ring()
         return ticket

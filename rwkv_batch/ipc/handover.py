@@ -42,6 +42,12 @@ class Handover:
         message = Submit(request.part(part_id, rows), self.message.endpoint, self.message.given_id, request.id)
         return Part(self.ticket, part_id, rows, encode(message))
 
+    def may_wait(self, part: Part) -> None:
+        """No engine has a free slot for it: from now on one may let it wait."""
+        part.refused.clear()
+        message = Submit(self.message.request, self.message.endpoint, self.message.given_id)
+        part.payload = encode(message)
+
     def give(self, link: EngineLink, part: Part) -> bool:
         """Hand a part to an engine; whether that reads what it is sent."""
         link.add(part)

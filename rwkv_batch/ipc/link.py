@@ -69,7 +69,7 @@ class EngineLink:
     stats     its figures of the last sign of life
     parts     what it has of our requests, by the ids it knows them by
     open_rows  their rows that have not ended
-    others    rows it had from other HTTP processes at the last sign of life
+    others    rows it has from other HTTP processes, as it said last
     commands  questions about sessions and variants that it has not answered
     """
 
@@ -146,9 +146,7 @@ class EngineLink:
 
     def note(self, status: Status) -> None:
         """Keep what a sign of life says."""
-        self.phase, self.stats = status.phase, status.stats
-        rows = status.stats.get("sequences_running", 0) + status.stats.get("sequences_waiting", 0)
-        self.others = max(0, int(rows) - self.open_rows)
+        self.phase, self.stats, self.others = status.phase, status.stats, status.others
 
     def check_up(self, ready: dict) -> None:
         """Give a sign of life when it is due, and look whether the engine is alive; `ready`: what has something to read.

@@ -39,7 +39,8 @@ from rwkv_batch.served.variants import ListVariants, LoadAdapter, LoadState, Rem
 
 log = logging.getLogger(__name__)
 
-REFUSALS = ("queue_full", "draining", "loading", "engine_busy")  # codes of failures after which another engine may be asked
+# Codes of failures after which another engine may be asked.
+REFUSALS = ("no_free_slot", "queue_full", "draining", "loading", "engine_busy")
 
 
 Among = Collection[int] | None  # numbers of the engines that are meant, None = all
@@ -256,6 +257,9 @@ class LinkLoop:
         links = self.links_of(part.ticket.among)
         others = [other for other in links if other.ready and other.seat.index not in part.refused]
         other = self._router.link_for(handover.message.request, others)
+        if other is None and failure.code == "no_free_slot":
+            handover.may_wait(part)
+            other = self._router.link_for(handover.message.request, links)
         if other is not None:
             handover.take_back(link, part)
             self._give(handover, other, part)
@@ -311,6 +315,7 @@ class LinkLoop:
     def _take(self, link: EngineLink, message: ToHttp) -> None:
         """Act on one message. Raises ConnectionError when the engine knows nothing of this process."""
         if isinstance(message, Batch):
+            link.others = message.others
             for event in (*message.progress, *message.failures):
                 self._feed(link, event)
         elif isinstance(message, Found):
@@ -320,6 +325,7 @@ class LinkLoop:
         elif isinstance(message, CommandResult):
             call_back(link.commands.pop(message.question, None), message.failure or message.answer)
         elif isinstance(message, Accepted):
+            link.others = message.others
             for part in filter(None, map(link.parts.get, message.request_ids)):
                 part.accepted = True
                 handover = self._handed.get(part.ticket.request_id)

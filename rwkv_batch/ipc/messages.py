@@ -86,12 +86,14 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     endpoint  the path that was called
     given_id  the caller's own id of the request
     whole     id of the request that this is a part of; empty: it is no part
+    now       refuse it when not all of its rows find a free slot: another engine is thought to have some
     """
 
     request: Request
     endpoint: str = ""
     given_id: str = ""
     whole: str = ""
+    now: bool = False
 
 
 class RequestId(msgspec.Struct, frozen=True):
@@ -142,17 +144,22 @@ class CommandResult(msgspec.Struct, tag="command_result", array_like=True, froze
 
 
 class Status(msgspec.Struct, tag="status", array_like=True, frozen=True):
-    """Engine: sign of life. `phase` is "loading", "ready" or "draining"; `info` is there once the model is loaded."""
+    """Engine: sign of life. `phase` is "loading", "ready" or "draining"; `info` is there once the model is loaded.
+
+    others  rows that other HTTP processes have there; so it is in `Accepted` and `Batch`
+    """
 
     phase: str
     info: EngineInfo | None
     stats: dict[str, int | float]
+    others: int = 0
 
 
 class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
     """Engine: these requests wait or run."""
 
     request_ids: list[str]
+    others: int = 0
 
 
 class Live(msgspec.Struct, array_like=True):
@@ -182,6 +189,7 @@ class Batch(msgspec.Struct, tag="batch", array_like=True, frozen=True):
 
     progress: list[Progress]
     failures: list[Failure]
+    others: int = 0
 
 
 class Forgotten(msgspec.Struct, tag="forgotten", array_like=True, frozen=True):

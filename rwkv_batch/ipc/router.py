@@ -90,6 +90,12 @@ class Router:
         return max(best, key=lambda engine: score(wanted, engine.seat.index), default=None)
 
 
+def others_are_free(engines: Sequence[Engine], num_rows: int) -> bool:
+    """Whether several engines take requests and at least one of them seems to have free slots for so many rows."""
+    loads = [engine.load for engine in engines if engine.phase == "ready"]
+    return len(loads) > 1 and any(rows + num_rows <= slots for rows, slots in loads)
+
+
 def unit_of(request: Request) -> int:
     """Rows that stay together, so that a part is a request: the copies of a prompt, where there are several prompts."""
     return request.copies if len(request.prompts) > 1 else 1

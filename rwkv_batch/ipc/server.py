@@ -14,7 +14,8 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from rwkv_batch.errors import Conflict, EngineFailed, NotBegun, RwkvBatchError
+from rwkv_batch.errors import Conflict, EngineFailed, NotBegun, Overloaded, RwkvBatchError
+from rwkv_batch.ipc.live import LiveRequests
 from rwkv_batch.ipc.messages import (
     HIGH_WATER,
     SUBMIT_HIGH_WATER,
@@ -30,7 +31,6 @@ from rwkv_batch.ipc.messages import (
     Forgotten,
     Found,
     Hello,
-    Live,
     Status,
     Submit,
     ToHttp,
@@ -103,7 +103,7 @@ class EngineServer:
         self.draining = False
         self.on_beat: Callable[[dict[str, int | float]], None] = lambda stats: None
         self._peers: dict[bytes, float] = {}  # identity -> when it was last heard
-        self._live: dict[str, tuple[bytes, Live]] = {}  # request -> owner and what is known of it
+        self._live = LiveRequests()
         self._taken: dict[bytes, list[str]] = {}  # owner -> requests that it was not told of yet
         self._outbox: deque[dict[bytes, list[Event]]] = deque()
         self._answers: deque[tuple[bytes, CommandResult]] = deque()
@@ -174,7 +174,7 @@ class EngineServer:
         self._read_all()
         taken, self._taken = self._taken, {}
         for owner, request_ids in taken.items():
-            self._send(owner, Accepted(request_ids))
+            self._send(owner, Accepted(request_ids, self._live.others(owner)))
 
     def _read_all(self) -> None:
         while True:
@@ -190,7 +190,7 @@ class EngineServer:
             if isinstance(message, Hello):
                 log.debug("HTTP process %d connected", message.pid)
                 self._peers[owner] = time.monotonic()
-                self._send(owner, self._status(self._stats()))
+                self._send(owner, self._status(owner, self._stats()))
             elif owner not in self._peers:
                 self._send(owner, Forgotten())
             else:
@@ -207,11 +207,11 @@ class EngineServer:
 
     def _handle(self, owner: bytes, message: Alive | Submit | Cancel | Ask | Execute) -> None:
         if isinstance(message, Cancel):
-            self._live.pop(message.request_id, None)
+            self._live.pop(message.request_id)
             if self.core is not None:
                 self.core.cancel(message.request_id)
         elif isinstance(message, Ask):
-            found = [live for _, live in self._live.values() if matches(message, live)]
+            found = [live for live in self._live if matches(message, live)]
             for live in found if message.stop else ():
                 self._stop(live.id)
             waiting = self.core.undelivered() if self.core is not None else {}
@@ -223,14 +223,16 @@ class EngineServer:
             try:
                 if self.core is None:
                     raise NotBegun("the model is still loading", code="loading")
+                if message.now and self._live.num_rows + message.request.num_rows > self.info.slots:
+                    raise Overloaded("no slot is free", code="no_free_slot")
                 self.core.submit(message.request, owner)
             except RwkvBatchError as error:
-                self._send(owner, Batch([], [Failure.of(message.request.id, error)]))
+                self._send(owner, Batch([], [Failure.of(message.request.id, error)], self._live.others(owner)))
             except Exception:
                 log.exception("request %s could not be taken", message.request.id)
                 self._send(owner, Batch([], [Failure.of(message.request.id, EngineFailed("the request could not be started"))]))
             else:
-                self._live[message.request.id] = (owner, live_of(message))
+                self._live.add(owner, live_of(message))
                 self._taken.setdefault(owner, []).append(message.request.id)
 
     def _execute(self, owner: bytes, message: Execute) -> None:
@@ -251,22 +253,12 @@ class EngineServer:
 
     def _stop(self, request_id: str) -> None:
         """End a request and tell its owner, unless that was found to be gone while another of its requests was ended."""
-        owner, live = self._live.pop(request_id, (b"", None))
-        if live is None:
+        found = self._live.pop(request_id)
+        if found is None:
             return
+        owner, _ = found
         self.core.cancel(request_id)
         self._send(owner, Batch([], [Failure.of(request_id, Conflict("Request cancelled", code="cancelled"))]))
-
-    def _note(self, item: Event) -> None:
-        """Keep up with what one event says of its request."""
-        _, live = self._live.get(item.request_id, (b"", None))
-        if live is None:
-            return
-        if isinstance(item, Progress):
-            live.tokens += sum(delta.tokens for delta in item.deltas)
-            live.ended += len(item.finishes)
-        if isinstance(item, Failure) or live.ended >= live.prompts:
-            del self._live[item.request_id]
 
     def _send_events(self) -> None:
         """Send what waits, in one message to each HTTP process."""
@@ -276,10 +268,11 @@ class EngineServer:
                 events.setdefault(owner, []).extend(items)
         for owner, items in events.items():
             for item in items:
-                self._note(item)
+                self._live.note(item)
             if owner in self._peers:
                 progress = [item for item in items if isinstance(item, Progress)]
-                self._send(owner, Batch(progress, [item for item in items if isinstance(item, Failure)]))
+                failures = [item for item in items if isinstance(item, Failure)]
+                self._send(owner, Batch(progress, failures, self._live.others(owner)))
 
     def _send_answers(self) -> None:
         """Send what came of commands; of other variants all HTTP processes are told before the one that asked for them."""
@@ -287,12 +280,12 @@ class EngineServer:
             owner, result = self._answers.popleft()
             if isinstance(result, CommandResult) and isinstance(result.answer, VariantsNow):
                 self.info = self.core.info
-                self._tell(self._status(self._stats()))
+                self._tell(self._stats())
             self._send(owner, result)
 
-    def _tell(self, status: Status) -> None:
+    def _tell(self, stats: dict[str, int | float]) -> None:
         for owner in list(self._peers):
-            self._send(owner, status)
+            self._send(owner, self._status(owner, stats))
 
     def _send(self, owner: bytes, message: ToHttp) -> None:
         """Send without waiting; a peer that is gone (EHOSTUNREACH) or full (EAGAIN) is given up."""
@@ -303,9 +296,7 @@ class EngineServer:
 
     def _give_up(self, owner: bytes, reason: str) -> None:
         if self._peers.pop(owner, None) is not None:
-            theirs = [key for key, (peer, _) in self._live.items() if peer == owner]
-            for key in theirs:
-                del self._live[key]
+            theirs = self._live.pop_all(owner)
             log.log(logging.WARNING if theirs else logging.DEBUG, "an HTTP process %s: its requests are cancelled", reason)
             if self.core is not None:
                 self.core.cancel_owner(owner)
@@ -317,11 +308,11 @@ class EngineServer:
                 self._give_up(owner, "is silent")
         stats = self._stats()
         call_back(self.on_beat, stats)
-        self._tell(self._status(stats))
+        self._tell(stats)
 
     def _stats(self) -> dict[str, int | float]:
         return self.core.stats() if self.core is not None else {}
 
-    def _status(self, stats: dict[str, int | float]) -> Status:
+    def _status(self, owner: bytes, stats: dict[str, int | float]) -> Status:
         phase = "draining" if self.draining else "loading" if self.core is None else "ready"
-        return Status(phase, self.info, stats)
+        return Status(phase, self.info, stats, self._live.others(owner))
