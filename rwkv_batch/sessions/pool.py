@@ -37,7 +37,7 @@ from rwkv_batch.sessions.commands import SessionCommands
 from rwkv_batch.sessions.disk import StateReader, StateWriter
 from rwkv_batch.sessions.leases import Lease, LeaseManager
 from rwkv_batch.sessions.room import Room
-from rwkv_batch.sessions.shared import GROUP_LOADS, ComputeState, Durability, Execute, Shared, Telling
+from rwkv_batch.sessions.shared import ComputeState, Durability, Execute, Shared, Telling
 from rwkv_batch.sessions.snapshots import SnapshotWriter
 from rwkv_batch.sessions.state_file import StateFile
 from rwkv_batch.sessions.storage import StorageThread
@@ -95,7 +95,7 @@ class StatePool:
         self.shared = Shared(tiers, Copies(device), durability, snapshot_tokens=snapshot_tokens)
         if store.shared:
             with self.shared.lock:
-                self.shared.jobs.more_loads = GROUP_LOADS
+                self.shared.jobs.more_loads = store.claims_at_once - 1
         self.leases = LeaseManager(self.shared, store, wait_seconds=wait_seconds, max_waiting=max_waiting)
         room = Room(self.shared, self.leases, store, drops=drops_oldest)
         writer = StateWriter(self.shared, self.leases, store, file, room, relaxed_seconds=relaxed_seconds)

@@ -27,7 +27,6 @@ Telling = Callable[[], AbstractContextManager[None]]
 ComputeState = Callable[[Callable[[], Snapshot | None], list[int], Callable[[Snapshot | RwkvBatchError], None], str], None]
 
 MAX_DEMOTES = 64  # sessions that wait to be copied to the host; more than these leave memory, if they are on disk
-GROUP_LOADS = 64  # sessions looked for together
 GROUP_TURNS = 1024  # logged in one transaction
 GROUP_BYTES = 64 * 2**20  # states of one transaction: more waiting turns share a commit, but none waits much longer for it
 

@@ -229,11 +229,13 @@ class SessionStore(Protocol):
 class SharedStore(SessionStore, Protocol):
     """A store that other servers use too. A turn needs a claim, and what others wrote meanwhile is not overwritten.
 
-    is_uploading  whether a whole state is on its way, so that another one should wait
+    is_uploading    whether a whole state is on its way, so that another one should wait
+    claims_at_once  how many `claim_many` takes in about the time of one
     `write` raises Conflict when a claim has ended, or a new session is there already; `finish_draft` may do its work later.
     """
 
     is_uploading: bool
+    claims_at_once: int
 
     def claim(self, namespace: str, name: str) -> Claim | None:
         """Take a session, or a name without one, for a turn; None while another server that is alive has it."""

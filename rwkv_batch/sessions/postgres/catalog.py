@@ -32,7 +32,7 @@ WHERE namespace = %(namespace)s AND version > 0 AND (%(responses)s OR NOT respon
 class PostgresCatalog:
     """Reads the database. See `PostgresStore`."""
 
-    shared = True
+    shared, claims_at_once = True, 1
 
     def __init__(self, database: Database, objects: Objects, *, replay_seconds: float, response_seconds: float):
         self.database = database

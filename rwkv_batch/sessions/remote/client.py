@@ -29,6 +29,7 @@ class RemoteStore:
     """
 
     is_uploading = False
+    claims_at_once = 64
 
     def __init__(
         self,
