@@ -51,7 +51,7 @@ class LogPool(Pool):
         self.fed: list[int] = []
         self.pool.use(self.compute)
 
-    def compute(self, initial, ids, done) -> None:
+    def compute(self, initial, ids, done, origin="") -> None:
         self.fed.append(len(ids))
         done(state_after((*ids_of(initial()), *ids)))
 
