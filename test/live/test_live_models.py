@@ -122,6 +122,7 @@ def kill_while_loading(server: ServerProcess, name: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_files_that_only_the_engine_can_refuse(folder, models):
     """Nobody else is touched, and the answer says what is wrong."""
     import torch
@@ -145,6 +146,7 @@ def test_files_that_only_the_engine_can_refuse(folder, models):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("engine", "num_swaps"), [("stub", 20), ("demo", 8)])
 def test_many_swaps_under_load(folder, models, engine, num_swaps):
     """Nothing fails, and no process grows: neither the supervisor nor HTTP processes, nor what the engines leave behind."""
