@@ -281,6 +281,17 @@ def test_engines_crash_for_themselves_and_the_last_one_ends_the_server(supervise
     assert crash(0) == EXIT_CRASHES
 
 
+def test_engines_that_wait_for_others_to_load_start_one_after_another(supervised):
+    supervised.config = replace(supervised.config, devices="0,1,2", max_crashes=1)
+    supervised.engines = {engine.seat.index: engine for engine in engines_of(supervised.config, Path("/nowhere"), {})}
+    supervised.due, supervised.later = [], [1, 2]
+    supervised.hear(supervised.children[1], {"event": "ready", "info": {"model": "m"}})
+    assert [start[1:] for start in supervised.due] == [("engine", 1)]
+    supervised.start("engine", 1)
+    assert supervised.bury(supervised.children[-1], -signal.SIGKILL) is None  # it is given up
+    assert [start[1:] for start in supervised.due] == [("engine", 1), ("engine", 2)]
+
+
 def orders_of(child) -> list[str]:
     child.process.theirs.setblocking(False)
     with contextlib.suppress(BlockingIOError):

@@ -8,7 +8,7 @@ import pytest
 from rwkv_batch import devices
 from rwkv_batch.config import Config
 from rwkv_batch.errors import UsageError
-from rwkv_batch.server.engines import engines_of
+from rwkv_batch.server.engines import engines_of, room_for_all
 
 
 @pytest.fixture
@@ -104,3 +104,15 @@ def test_http_processes_grow_with_the_engines_and_leave_them_room(monkeypatch, c
     monkeypatch.setattr(os, "cpu_count", lambda: cpus)
     assert resolved(device="cpu", devices=devices).http_workers == count
     assert dataclasses.replace(resolved(devices=devices, device="cpu"), http_workers=5).resolved().http_workers == 5
+
+
+def test_engines_load_at_once_where_the_host_has_the_memory(tmp_path):
+    model, meminfo = tmp_path / "m.pth", tmp_path / "meminfo"
+    model.write_bytes(bytes(4096))
+    config = dataclasses.replace(resolved(devices="0,1"), model_path=str(model))
+    for kib, fits in ((9, True), (8, False)):
+        meminfo.write_text(f"MemTotal: 99 kB\nMemAvailable:   {kib} kB\n")
+        assert room_for_all(config, meminfo) == fits
+        assert room_for_all(dataclasses.replace(config, devices=None), meminfo)
+        assert room_for_all(dataclasses.replace(config, devices="cpu,cpu"), meminfo)
+    assert room_for_all(config, tmp_path / "nowhere")

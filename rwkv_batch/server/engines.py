@@ -1,6 +1,7 @@
 """What the supervisor knows of its engines: where each runs, on what, with which settings, how often it has crashed."""
 
 import os
+import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -66,6 +67,17 @@ def engine_on(
     config = replace(config, device="cpu" if device == "cpu" else "cuda:0")
     near = devices.cpus_near(device, environ) if device != "cpu" and config.pin_engines else set()
     return SupervisedEngine(seat, config, devices.card_environ(device, environ), sorted(near))
+
+
+def room_for_all(config: Config, meminfo: Path = Path("/proc/meminfo")) -> bool:
+    """Whether the host's memory takes the weights of all engines at once, as they pass through it on their way to cards."""
+    if config.num_engines < 2 or "cpu" in config.engine_devices or config.fake_engine is not None:
+        return True
+    try:
+        free = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo.read_text(), re.M)
+        return free is None or int(free[1]) * 1024 > config.num_engines * Path(config.model_path or "").stat().st_size
+    except OSError:  # no Linux
+        return True
 
 
 def engine_in(place: int, index: int, config: Config, server: Config, folder: Path) -> SupervisedEngine:

@@ -26,7 +26,7 @@ from rwkv_batch.server.announce import announce, say
 from rwkv_batch.server.child import Child
 from rwkv_batch.server.claims import claim_port, make_folder
 from rwkv_batch.server.control import set_up_logging
-from rwkv_batch.server.engines import Crashes, SupervisedEngine, engines_of
+from rwkv_batch.server.engines import Crashes, SupervisedEngine, engines_of, room_for_all
 from rwkv_batch.server.exit_codes import EXIT_CRASHES, EXIT_LOST, EXIT_USAGE
 from rwkv_batch.server.models.processes import ABOUT_MODELS, ModelProcesses
 
@@ -59,6 +59,7 @@ class Supervisor:
         self.due: list[tuple[float, str, int]] = []  # when, which role and index to start
         self.engines = {engine.seat.index: engine for engine in engines_of(config, folder)}
         self.store_crashes = Crashes()
+        self.later: list[int] = []  # engines that start when those before them have loaded
         self.failed_starts = 0
         self.announced = False
         self.signals: list[int] = []
@@ -100,6 +101,11 @@ class Supervisor:
         if not children:
             self.forget(index)
 
+    def start_next(self, now: float) -> None:
+        """Start the first of the engines that wait for others to load."""
+        if self.later:
+            self.due.append((now, "engine", self.later.pop(0)))
+
     def forget(self, index: int) -> None:
         """There is no such engine any more."""
         Path(self.engines.pop(index).seat.address.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -122,7 +128,8 @@ class Supervisor:
         self.selector.register(waker, selectors.EVENT_READ)
         now = time.monotonic()
         self.due = [(now, "store", 0)] if self.config.has_store else []
-        self.due += [(now, "engine", index) for index in self.engines]
+        self.later = [] if room_for_all(self.config) else list(self.engines)[1:]
+        self.due += [(now, "engine", index) for index in self.engines if index not in self.later]
         self.due += [(now, self.front, index) for index in range(self.num_fronts)]
         try:
             while True:
@@ -201,10 +208,10 @@ class Supervisor:
             child.ready = True
             if child.role == "engine" and child.index in self.engines:
                 engine = self.engines[child.index]
-                back = engine.info is not None
-                engine.ready, engine.info = True, msgspec.convert(report["info"], EngineInfo)
                 if self.announced:
-                    log.warning("%s is %s", child.name, "back" if back else "there")
+                    log.warning("%s is %s", child.name, "there" if engine.info is None else "back")
+                engine.ready, engine.info = True, msgspec.convert(report["info"], EngineInfo)
+                self.start_next(time.monotonic())
                 self.models.keeper.ready(child.index, engine.info, time.monotonic())
             self.announce_once()
         elif report["event"] == "idle":
@@ -278,17 +285,16 @@ class Supervisor:
             return EXIT_USAGE if status == EXIT_USAGE else EXIT_CRASHES
         log.error("%s ended %s; %d times is too often: the others go on without it", child.name, reason, len(engine.crashes))
         self.models.given_up(child.index, now)
+        self.start_next(now)
         self.announce_once()
         return None
 
     def bury_store(self, status: int, reason: str) -> int | None:
         """See `bury`. Without a store turns of sessions fail, and nothing else does."""
-        if status == EXIT_USAGE:
-            return EXIT_USAGE
         now = time.monotonic()
-        if self.store_crashes.too_often(self.config, now):
+        if self.store_crashes.too_often(self.config, now) or status == EXIT_USAGE:
             log.error("the store ended %s; %d times is too often, giving up", reason, len(self.store_crashes))
-            return EXIT_CRASHES
+            return EXIT_USAGE if status == EXIT_USAGE else EXIT_CRASHES
         log.error("the store ended %s and is started again", reason)
         self.due.append((now + 0.2, "store", 0))
         return None
@@ -310,10 +316,7 @@ class Supervisor:
             child.order("drain")
 
     def stop(self) -> int:
-        """End the HTTP processes, then the engines, then the store, which those write to.
-
-        What does not end in time is killed, and all at the next signal.
-        """
+        """End HTTP processes, engines, store; what does not end in time is killed, and all at the next signal."""
         engine_seconds = self.config.engine_stop_seconds
         for role, seconds in ((self.front, HTTP_STOP_SECONDS), ("engine", engine_seconds), ("store", engine_seconds)):
             group = [child for child in self.children if child.role == role]
