@@ -16,13 +16,15 @@ from rwkv_batch.engine.decode_graphs import DecodeGraphs
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
 from rwkv_batch.errors import UsageError
 from rwkv_batch.kernels import compiler, self_check
-from rwkv_batch.kernels.hip.ops import HipOps
+from rwkv_batch.kernels.hip.ops import AdaptedHipOps, HipOps
 from rwkv_batch.kernels.launch import Launcher
 from rwkv_batch.kernels.quant.dequantise import Dequantiser
 from rwkv_batch.kernels.quant.matrix import QuantMatrix
-from rwkv_batch.model import quantized
+from rwkv_batch.model import quantized, reference_ops
+from rwkv_batch.model.adapters.bank import AdapterBank
 from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.model.state import State
 from rwkv_batch.model.weight import Weight
 from sampling import self_check as sampling_check
 from sampling.kernel import KernelSampler
@@ -133,10 +135,12 @@ def test_every_rule_in_a_large_vocabulary(launcher, monkeypatch):
 
 
 @long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("quant", quantized.FORMATS)
 def test_steps_with_quantised_matrices(launcher, monkeypatch, quant):
     monkeypatch.setattr(self_check, "CASES", ([1, 1], [5, 1]))
+    monkeypatch.setattr(self_check, "QUANT_WIDTH", self_check.WIDTH)
+    monkeypatch.setattr(reference_ops, "INT8_ROWS", 0)  # which a CPU multiplies in bf16, and no card
     for name in self_check.PRODUCTS:
         assert self_check._agrees(name, launcher, HALF, quant, seed=0)
 
@@ -148,6 +152,24 @@ def test_bounds_of_halves_are_rounded_up(launcher):
     sampler = KernelSampler(1, torch.arange(columns), "cpu", launcher.library)
     sampler.start_many([0], [SamplingParams(rule="noise", noise=1e-9)], [0])
     assert sampler.sample(logits, torch.tensor([0]), [0]).ids.tolist() == [int(logits.argmax())]
+
+
+@torch.inference_mode()
+def test_rows_may_have_adapters(launcher):
+    """What one row has changes nothing of the other."""
+    weights = self_check.random_weights(launcher.device)
+    plain = HipOps(weights, launcher, max_tokens=2, max_rows=2)
+    bank = AdapterBank(weights, 8, 2, only_adding=True)
+    for banks in bank.layers:
+        for name in ("rkv", "output", "ffn_key", "ffn_value"):
+            banks[name].down.fill_(0.02), banks[name].up.fill_(0.02)
+    bank.owner[:4], bank.of_slot[1] = 1, 1
+    found = []
+    for ops in (plain, AdaptedHipOps(plain, bank)):
+        state = State(weights.shape, 2, shift_dtype=HALF, wkv_dtype=HALF)
+        found.append(Model(weights, ops).forward(torch.tensor([3, 3]), PackedRows([0, 1], [1, 1]), state).clone())
+    assert torch.equal(found[0][0], found[1][0])
+    assert not torch.allclose(found[0][1], found[1][1], atol=0.01)
 
 
 # The engine.
