@@ -478,7 +478,8 @@ bodies = st.dictionaries(st.sampled_from(FIELDS), values | st.just(["a", "b"]) |
 
 def check_any_body(server: ServerProcess, path: str, body: dict) -> None:
     status, answer = server.post(json.dumps({**body, "max_tokens": 2, "n_predict": 2}).encode(), path)
-    assert status in (200, 400) or path.endswith("/embeddings"), (status, answer, body)
+    is_refused = status in (403, 409) and path in ("/loadmodel", "/removemodel", "/switch-model")  # this server has one model
+    assert status in (200, 400) or is_refused or path.endswith("/embeddings"), (status, answer, body)
     if status != 200:
         nested = isinstance(answer["error"], dict)
         form = ROUTE_OF[path].form
