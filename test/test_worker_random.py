@@ -67,6 +67,9 @@ class TupleEngine:
     def take(self, slot: int) -> Fed:
         return Fed(self.states[slot])
 
+    def take_of(self, sequence) -> Fed:
+        return self.take(sequence.slot)
+
     def take_many(self, slots: list[int]) -> list[Fed]:
         return [self.take(slot) for slot in slots]
 
