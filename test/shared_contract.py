@@ -108,7 +108,8 @@ def test_what_others_deleted_forked_and_rewound_is_seen(servers):
     with pytest.raises(Conflict):
         a.order(Fork(name="s", copies=["copy"]))
     assert same(a.state("copy"), states[1])
-    b.order(Delete(name="s"))
+    assert b.order(Delete(name="s")).found
+    assert not a.order(Delete(name="s")).found  # although a copy is in its memory
     assert a.state("s") is None
     assert a.turn("s", states[0]).version == 1
     assert same(b.state("s"), states[0])

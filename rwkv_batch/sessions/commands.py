@@ -171,8 +171,9 @@ class SessionCommands:
                 command.prefix and key[0] == command.namespace and key[1].startswith(f"{command.name}:")
             )
 
-        with self._shared.lock:
-            names = {resident.key[1] for resident in self._shared.tiers if is_meant(resident.key)}
+        with self._shared.lock:  # where the store is shared, what is in memory may have been deleted by others
+            known = () if self._store.shared else self._shared.tiers
+            names = {resident.key[1] for resident in known if is_meant(resident.key)}
         names |= self._store.delete(command.namespace, command.name, prefix=command.prefix)
         with self._shared.lock:  # after the disk, which may refuse; turns that began meanwhile are meant too
             self._leases.revoke(is_meant)
