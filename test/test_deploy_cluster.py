@@ -49,7 +49,7 @@ def test_haproxy_takes_the_recipe_as_kubernetes_rewrites_it(tmp_path: Path):
         pytest.skip("haproxy is not installed")
     (container,) = pod("Deployment", "rwkv-haproxy")["containers"]
     (script,) = container["args"]
-    rewrite = script.partition(" && ")[0].replace("/recipe", str(DEPLOY)).replace("/tmp/", f"{tmp_path}/")
+    rewrite = script.partition(" && ")[0].replace("/tmp/", f"{tmp_path}/").replace("/recipe", str(DEPLOY))
     subprocess.run(["sh", "-c", rewrite], check=True)
     text = (tmp_path / "haproxy.cfg").read_text()
     assert text.count(".rwkv-batch:8000 resolvers names") == 2 * OBJECTS["StatefulSet", "rwkv-batch"]["spec"]["replicas"]
