@@ -9,7 +9,7 @@ from routes.http.streams import Reply
 from routes.openai.answers import CompletionFormatter
 from routes.openai.chat import answer_with
 from routes.openai.schemas import NO_LIMIT, CompletionBody, read
-from routes.schemas import MAX_ID
+from routes.schemas import MAX_ID, Seed
 from rwkv_batch.errors import InvalidRequest
 from rwkv_batch.request import Delta, Finish
 
@@ -19,7 +19,7 @@ class FimCompletionBody(CompletionBody):
 
     suffix: str = ""
     max_tokens: int = Field(4096, ge=NO_LIMIT, le=MAX_ID)
-    random_seed: int | None = None
+    random_seed: Seed = None
 
 
 class FimFormatter(CompletionFormatter):

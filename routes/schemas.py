@@ -45,6 +45,7 @@ Texts = Annotated[Names, BeforeValidator(lambda value: [value] if isinstance(val
 Ids = Annotated[list[int], Field(fail_fast=True)]
 
 MAX_WEIGHTS = 32  # of states that are mixed
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None
 Weights = Annotated[list[Annotated[float, Field(ge=-1000, le=1000)]], Field(max_length=MAX_WEIGHTS, fail_fast=True)]
 
 SLICE_BYTES = 2**17  # of a body that are looked at in one go: some milliseconds
@@ -101,7 +102,7 @@ class SamplingBody(Body):
     alpha_frequency: float = Field(0.2, ge=-100, le=100)
     alpha_decay: float = Field(0.996, ge=0, le=1)
     noise: float = Field(1.5, ge=0, le=1000)  # read by the big and the plain batch only, and only when sent
-    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    seed: Seed = None
     ignore_eos: bool = False
     stream: bool = False
     pad_zero: bool = False  # token 0 before every prompt; v2 has its own default

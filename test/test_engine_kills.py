@@ -27,6 +27,8 @@ from rwkv_batch.request import Failure, Request
 from rwkv_batch.session_messages import Session
 from sampling.params import SamplingParams
 
+pytestmark = pytest.mark.faults
+
 GREEDY = SamplingParams(temperature=0, alpha_presence=0, alpha_frequency=0, ignore_eos=True)
 PATIENCE = 60.0  # seconds until a turn that is sent again and again must have been acknowledged
 

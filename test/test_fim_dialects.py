@@ -308,6 +308,12 @@ def test_mistrals_form():
 # --- what editors send ---
 
 
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64])
+def test_seeds_of_mistral_have_the_bounds_of_all_seeds(seed):
+    with pytest.raises(InvalidRequest, match="random_seed"):
+        read(FimCompletionBody, {"prompt": "a", "random_seed": seed})
+
+
 @pytest.mark.parametrize("name", [name for name, sent in SENT.items() if "messages" not in sent["body"]])
 def test_bodies_of_editors(name):
     sent = SENT[name]

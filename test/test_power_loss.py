@@ -35,6 +35,8 @@ from rwkv_batch.sessions.sqlite import connection
 from rwkv_batch.sessions.sqlite.database import SessionDatabase
 from rwkv_batch.sessions.store import Record
 
+pytestmark = pytest.mark.faults
+
 NAMES = [f"s{i}" for i in range(6)]
 RECORD = struct.Struct("<cHqq")
 SECTOR = 512  # what a disk writes whole or not at all

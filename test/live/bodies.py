@@ -164,6 +164,30 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         }
     ],
     "/removestatemodel": [{"state_viewname": "a"}],
+    "/mrss_loadstatemodel": [
+        {
+            "state_viewname": "a",
+            "state_filenames": ["a.pth", "states/b.st"],
+            "contain_originalstate": True,
+            "state_gatingweight": [0.5, 0.3, 0.2],
+            "default_temperature": 1.0,
+            "default_top_p": 0.5,
+            "replace": False,
+        }
+    ],
+    "/mrss_set_gatingweight": [{"state_viewname": "a", "state_gatingweight": [0.5, 0.5]}],
+    "/loadadapter": [
+        {
+            "adapter_filename": "adapters/a.pth",
+            "adapter_viewname": "a",
+            "adapter_scaling": 0.5,
+            "default_temperature": 1.0,
+            "default_top_p": 0.5,
+            "replace": False,
+        },
+        {"adapter_filename": "a.pth", "adapter_viewname": "a", "lora_alpha": 32},
+    ],
+    "/removeadapter": [{"adapter_viewname": "a"}],
     "/loadmodel": [
         {
             "model_filename": "models/a.pth",

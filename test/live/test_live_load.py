@@ -19,6 +19,8 @@ from server_process import PATIENCE, ServerProcess, process_figures, wait_until
 
 from bench.client import open_stream
 
+pytestmark = pytest.mark.faults
+
 FRESH = ("--heartbeat", "0.05")  # figures in /stats are at most so old (s)
 CHAT = "/v1/chat/completions"
 
