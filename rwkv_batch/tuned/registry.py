@@ -3,10 +3,8 @@
 A snapshot is never changed and a slot is always a copy, so loading, replacing and removing touch no row that runs.
 """
 
-import contextlib
 import hashlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from rwkv_batch.errors import Conflict, NotFound, RwkvBatchError, StorageFailed,
 from rwkv_batch.model.adapters.bank import LoadedAdapter
 from rwkv_batch.model.state import Snapshot, State
 from rwkv_batch.served.variants import ListVariants, LoadState, RemoveStates, SetWeights, Variant, VariantOrder, VariantsNow
+from rwkv_batch.tuned.remembered import Remembered
 from rwkv_batch.tuned.state_file import TunedState, read_state
 
 log = logging.getLogger("rwkv_batch.engine")
@@ -65,7 +64,7 @@ class TunedStates:
         self._loaded: dict[str, Loaded] = {}
         self._starts: dict[str, Start] = {}
         self._busy_with: str | None = None
-        self._file: Path | None = None
+        self._remembered = Remembered(LoadState, "states")
 
     @property
     def variants(self) -> list[Variant]:
@@ -121,12 +120,7 @@ class TunedStates:
 
     def remember_in(self, file: Path) -> None:
         """Load what `file` says, which an engine that ended has left, and keep it up with what is loaded from now on."""
-        orders: list[LoadState] | None = None
-        with contextlib.suppress(OSError):
-            try:
-                orders = msgspec.json.decode(file.read_bytes(), type=list[LoadState])
-            except msgspec.MsgspecError as error:
-                log.error("the states loaded before cannot be read: %s", error)
+        orders = self._remembered.left_in(file)
         if orders is not None:
             with self._lock:
                 self._put({})
@@ -135,7 +129,7 @@ class TunedStates:
                     self.load(msgspec.structs.replace(order, replace=True))
                 except RwkvBatchError as error:
                     log.error("the state %r, loaded before, is not there any more: %s", order.name, error.message)
-        self._file = file
+        self._remembered.write_to(file)
         with self._lock:
             self._write()
 
@@ -221,15 +215,7 @@ class TunedStates:
         self.changed(self.variants)
 
     def _write(self) -> None:
-        """Let whoever starts after this engine know; a file that cannot be written costs a later restart its states."""
-        if self._file is None:
-            return
-        draft = self._file.with_name(self._file.name + ".part")
-        try:
-            draft.write_bytes(msgspec.json.encode([entry.order for entry in self._loaded.values()]))
-            os.replace(draft, self._file)
-        except OSError as error:
-            log.error("the states that are loaded cannot be written down: %s", error.strerror)
+        self._remembered.write([entry.order for entry in self._loaded.values()])
 
 
 def orders_of(states: str, folder: str | None) -> list[LoadState]:

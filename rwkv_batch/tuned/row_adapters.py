@@ -30,6 +30,7 @@ from rwkv_batch.model.adapters.bank import AdapterBank, LoadedAdapter
 from rwkv_batch.model.weights import ModelShape, Weights
 from rwkv_batch.served.variants import ADAPTER, AdapterOrder, LoadAdapter, RemoveAdapters, Variant, VariantsNow
 from rwkv_batch.tuned.registry import Start
+from rwkv_batch.tuned.remembered import Remembered
 
 log = logging.getLogger("rwkv_batch.engine")
 
@@ -59,7 +60,7 @@ class RowAdapters:
         self._lock = threading.Lock()
         self._loaded: dict[str, Entry] = {}
         self._busy_with: str | None = None
-        self._file: Path | None = None
+        self._remembered = Remembered(LoadAdapter, "adapters")
 
     @property
     def variants(self) -> list[Variant]:
@@ -121,13 +122,7 @@ class RowAdapters:
 
     def remember_in(self, file: Path) -> None:
         """Load what `file` says, which an engine that ended has left, and keep it up with what is loaded from now on."""
-        try:
-            orders = msgspec.json.decode(file.read_bytes(), type=list[LoadAdapter])
-        except OSError:
-            orders = None
-        except msgspec.MsgspecError as error:
-            orders = None
-            log.error("the adapters loaded before cannot be read: %s", error)
+        orders = self._remembered.left_in(file)
         if orders is not None:
             with self._lock:
                 self._put({})
@@ -136,7 +131,7 @@ class RowAdapters:
                     self.load(msgspec.structs.replace(order, replace=True))
                 except RwkvBatchError as error:
                     log.error("the adapter %r, loaded before, is not there any more: %s", order.name, error.message)
-        self._file = file
+        self._remembered.write_to(file)
         with self._lock:
             self._write()
 
@@ -166,15 +161,7 @@ class RowAdapters:
         self.changed()
 
     def _write(self) -> None:
-        """Let whoever starts after this engine know; a file that cannot be written costs a later restart its adapters."""
-        if self._file is None:
-            return
-        draft = self._file.with_name(self._file.name + ".part")
-        try:
-            draft.write_bytes(msgspec.json.encode([entry.order for entry in self._loaded.values()]))
-            os.replace(draft, self._file)
-        except OSError as error:
-            log.error("the adapters that are loaded cannot be written down: %s", error.strerror)
+        self._remembered.write([entry.order for entry in self._loaded.values()])
 
 
 def columns_of(config: Config) -> int:
