@@ -6,8 +6,8 @@ from typing import Any
 
 from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.ipc.link import Pace, SessionAnswer
-from rwkv_batch.ipc.loop import Among, LinkLoop, best_phase, first_info, refuse_in, sum_of_stats
-from rwkv_batch.ipc.messages import Ask, EngineInfo, Execute, Live, Seat, Submit, encode
+from rwkv_batch.ipc.loop import Among, Engines, LinkLoop, best_phase, refuse_in
+from rwkv_batch.ipc.messages import Ask, Execute, Live, Seat, Submit, encode
 from rwkv_batch.ipc.router import others_are_free
 from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.request import Event, Request
@@ -15,7 +15,7 @@ from rwkv_batch.served.variants import VariantOrder
 from rwkv_batch.session_messages import SessionCommand
 
 
-class EngineClient(LinkLoop):
+class EngineClient(Engines, LinkLoop):
     """The HTTP process's end: submits requests and fans the engines' events out to their tickets.
 
     seats         where the engines are, none of which need be there yet; or the ipc:// path of the only one
@@ -43,26 +43,6 @@ class EngineClient(LinkLoop):
         super().__init__(seats, Pace(heartbeat, peer_seconds), number)
         if tick is not None:
             self.tick = tick
-
-    @property
-    def phase(self) -> str:
-        """That of the engine that is best off."""
-        return best_phase(self.links)
-
-    @property
-    def ready(self) -> bool:
-        """Whether there is an engine that takes requests."""
-        return self.phase == "ready"
-
-    @property
-    def info(self) -> EngineInfo | None:
-        """What the first engine is that has introduced itself."""
-        return first_info(self.links)
-
-    @property
-    def stats(self) -> dict[str, int | float]:
-        """The figures of all engines, added up."""
-        return sum_of_stats(self.links)
 
     def start(self) -> None:
         """Begin to connect."""

@@ -5,14 +5,13 @@ from typing import Any
 
 from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.link import EngineLink, SessionAnswer
-from rwkv_batch.ipc.loop import best_phase, first_info, refuse_in, sum_of_stats
-from rwkv_batch.ipc.messages import EngineInfo
+from rwkv_batch.ipc.loop import Engines, refuse_in
 from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.request import Request
 from rwkv_batch.session_messages import SessionCommand
 
 
-class EngineGroup:
+class EngineGroup(Engines):
     """Has those methods of an `EngineClient` that are about single requests. Any thread. `numbers`: of the engines."""
 
     def __init__(self, client: EngineClient, numbers: Collection[int]):
@@ -23,26 +22,6 @@ class EngineGroup:
     def links(self) -> list[EngineLink]:
         """The links to them."""
         return self.client.links_of(self.numbers)
-
-    @property
-    def phase(self) -> str:
-        """That of the engine that is best off."""
-        return best_phase(self.links)
-
-    @property
-    def ready(self) -> bool:
-        """Whether there is one that takes requests."""
-        return self.phase == "ready"
-
-    @property
-    def info(self) -> EngineInfo | None:
-        """What the first one is that has introduced itself."""
-        return first_info(self.links)
-
-    @property
-    def stats(self) -> dict[str, int | float]:
-        """Their figures, added up."""
-        return sum_of_stats(self.links)
 
     def check(self) -> None:
         """Raise Unavailable unless there is one that takes requests."""

@@ -403,6 +403,32 @@ def sum_of_stats(links: Iterable[EngineLink]) -> dict[str, int | float]:
     return total
 
 
+class Engines:
+    """What is told of the engines of `links` together."""
+
+    links: Sequence[EngineLink]
+
+    @property
+    def phase(self) -> str:
+        """That of the engine that is best off."""
+        return best_phase(self.links)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is an engine that takes requests."""
+        return self.phase == "ready"
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the first engine is that has introduced itself."""
+        return first_info(self.links)
+
+    @property
+    def stats(self) -> dict[str, int | float]:
+        """The figures of all of them, added up."""
+        return sum_of_stats(self.links)
+
+
 def engine_lost(what: str) -> Unavailable:
     """What is said of work that an engine was lost with."""
     return Unavailable(f"the engine was lost while it worked on {what}", code="engine_lost", retry_after=2.0)
