@@ -28,7 +28,7 @@ serve: $(VENV)/.ready
 
 # Bytecode is kept even where the environment says no: the tests start some two hundred Python processes.
 unexport PYTHONDONTWRITEBYTECODE
-LONG := -m "not gpu and not lm_eval and not ray" --timeout 3600 --disable-warnings --hypothesis-profile long
+LONG := -p no:rerunfailures -m "not gpu and not lm_eval and not ray" --timeout 3600 --disable-warnings --hypothesis-profile long
 
 # Three at once, for two cores: the tests of servers wait much.
 test: $(VENV)/.ready-test lint

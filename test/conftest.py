@@ -34,6 +34,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
     return Scheduling(config, log)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give tests of whole processes a second try, where nothing is counted: a host that stalls must not pass for a fault.
+
+    The summary names each that needed it.
+    """
+    if not config.pluginmanager.hasplugin("rerunfailures"):
+        return
+    for item in items:
+        if item.path.parent.name in ("live", "web") or item.get_closest_marker("faults"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a GPU where there is none."""
     if item.get_closest_marker("gpu"):

@@ -316,7 +316,8 @@ def test_a_second_signal_stops_at_once(folder):
             assert server.process.wait(2 * PATIENCE) == 128 + signal.SIGTERM
 
         results = asyncio.run(disturbed(server.port, 10, 5000, stop))
-        assert {last for _, last in results} == {b"broken"}
+        lost = b'{"error": "the engine was lost while it worked on this request"}'  # where the engine was the first to go
+        assert {last for _, last in results} <= {b"broken", lost}
         assert list(server.run_folder.iterdir()) == []
 
 
