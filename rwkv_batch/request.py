@@ -110,7 +110,7 @@ class PromptScore(msgspec.Struct, array_like=True, frozen=True):
     tokens: list[TokenLogprob]
 
 
-class Delta(msgspec.Struct, array_like=True, frozen=True):
+class Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Text that became safe to show in one step: `tokens` counts the sampled tokens since the last delta of this row.
 
     logprobs  of the tokens that became visible, for rows that asked. The last ones of a row come with its end: all that are
@@ -123,7 +123,7 @@ class Delta(msgspec.Struct, array_like=True, frozen=True):
     logprobs: list[TokenLogprob] | None = None
 
 
-class Finish(msgspec.Struct, array_like=True, frozen=True):
+class Finish(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The end of one row. `error` is set exactly when `reason` is "error".
 
     cached_tokens  how many of the `prompt_tokens` were not computed, but taken from the prefix cache
@@ -141,7 +141,7 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
     stop_text: str | None = None
 
 
-class Progress(msgspec.Struct, array_like=True, frozen=True):
+class Progress(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What one step brought one request: scores of its prompts, all its rows' deltas, then the rows that ended with it."""
 
     request_id: str

@@ -296,7 +296,7 @@ class Recorder:
     def cancel_owner(self, owner: bytes) -> None:
         self.owners = {request_id: other for request_id, other in self.owners.items() if other != owner}
 
-    def undelivered(self) -> dict:
+    def sampled(self) -> dict:
         return {}
 
     def stats(self) -> dict:

@@ -276,3 +276,22 @@ def test_the_stop_text_that_ended_a_row_is_known(texts, said, right):
         if stream.feed(byte)[1]:
             break
     assert stream.stop_text == right
+
+
+@given(st.lists(texts, min_size=2, max_size=4), st.lists(st.sampled_from(["\n\n", "User:", "ab"]), max_size=2))
+def test_rows_that_share_their_stops_say_what_each_says_alone(rows, stop_texts):
+    stops = [text.encode() for text in stop_texts]
+    shared = StopMatcher((5,), stops)
+
+    def said(matcher: StopMatcher, tokenizer, text: str) -> tuple[str, bool, tuple[int, bytes]]:
+        row, shown, stopped = IncrementalDetokenizer(tokenizer.token_bytes, matcher), "", False
+        for id in tokenizer.encode_bytes(text.replace("\0", "").encode()):
+            piece, stopped = row.feed(id)
+            shown += piece
+            if stopped:
+                break
+        return shown, stopped, row.visible()
+
+    for tokenizer in (WORLD, BYTE, WORLD):
+        for text in rows:
+            assert said(shared, tokenizer, text) == said(StopMatcher((5,), stops), tokenizer, text)

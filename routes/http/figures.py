@@ -61,7 +61,8 @@ class CallFigures:
                 self._num_observed += 1
                 if self._num_observed % 8 == 0:
                     self.metrics.inter_token.observe(now - ticket.progressed_at)
-        ticket.num_tokens += sum(delta.tokens for delta in event.deltas)
+        for delta in event.deltas:
+            ticket.num_tokens += delta.tokens
         for finish in event.finishes:
             self.metrics.success.labels(finish.reason).inc()
             self.metrics.prompt_tokens.observe(finish.prompt_tokens)

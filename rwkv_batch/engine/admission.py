@@ -120,12 +120,13 @@ class Sessions(Protocol):
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """One live request. `num_open` rows have not ended; `started` once a row owns a slot."""
+    """One live request. `num_open` rows have not ended, the others have `num_tokens`; `started` once a row owns a slot."""
 
     request: Request
     owner: Owner
     num_open: int
     started: bool = False
+    num_tokens: int = 0
 
 
 class Accepted(NamedTuple):

@@ -86,11 +86,11 @@ class EngineLoop(ActiveRequests):
         if self.tuned is not None:
             self.tuned.remember_in(file)
 
-    def undelivered(self) -> dict[str, int]:
-        """Tokens that requests have sampled and not delivered yet, by their ids."""
-        found: dict[str, int] = defaultdict(int)
+    def sampled(self) -> dict[str, int]:
+        """Tokens that requests have sampled so far, by their ids."""
+        found = defaultdict(int, {id: active.num_tokens for id, active in list(self._active.items())})
         for row in list(self._rows.values()):
-            found[row.active.request.id] += row.num_undelivered
+            found[row.active.request.id] += row.count
         return found
 
     def stats(self) -> dict[str, int | float]:
@@ -264,12 +264,13 @@ class EngineLoop(ActiveRequests):
         tokens = self.engine.collect(step)
         if self._pace is not None and step is self._step and step.arrived is not None:
             self._pace.ended(time.monotonic())
-        for token in tokens:
-            row = self._rows.get(token.sequence)
+        rows = self._rows
+        for sequence, id, logprobs in tokens:
+            row = rows.get(sequence)
             if row is None or row.reason is not None:
                 continue  # ended one step ago
             try:
-                self._read_token(row, *token)
+                self._read_token(row, sequence, id, logprobs)
             except Exception as error:
                 self._fail(row.active, told(row.active.request, error))
         self._keep_ended()

@@ -31,6 +31,7 @@ class RowOutput:
     num_scored    tokens of the prompt that were scored
     prompt        ids of the prompt, with the separator from the session's text before
     delivered     text delivered, only of rows whose answer is kept for an idempotency key
+    armed_at      how many ids are sampled before stops count, 0: they do from the first
     """
 
     active: ActiveRequest
@@ -47,6 +48,7 @@ class RowOutput:
     num_reported: int = 0
     num_scored: int = 0
     delivered: list[str] = field(default_factory=list)
+    armed_at: int = 0
 
     def feed(self, id: int, logprobs: TokenLogprob | None) -> bool:
         """Take one sampled id; returns whether the text stops with it."""
@@ -59,8 +61,8 @@ class RowOutput:
             self.logprobs.append(logprobs)
         if self.lease is not None:
             self.generated.append(id)
-        request = self.active.request
-        if self.count == request.sampling.min_tokens:
+        if self.count == self.armed_at:
+            request = self.active.request
             self.detokenizer.arm(stops_of(tuple(request.stop_ids), tuple(request.stop_texts)))
         return stopped
 
@@ -171,9 +173,10 @@ class Outbox:
         """Return what this step brought the request so far."""
         events = self._events[active.owner]
         request_id = active.request.id
-        if request_id not in events:
-            events[request_id] = Progress(request_id, [], [])
-        return events[request_id]
+        progress = events.get(request_id)
+        if progress is None:
+            progress = events[request_id] = Progress(request_id, [], [])
+        return progress
 
     def put(self, owner: Owner, event: Event) -> None:
         """All that there is to say to a request."""
@@ -241,7 +244,8 @@ def rows_of(
         if accepted.masks is not None:
             sequence.mask = mask = accepted.masks[sequence.index - sequence.request.first]
             mask.sequence = sequence
-        rows[sequence] = RowOutput(active, IncrementalDetokenizer(tokenizer.token_bytes, stops), kept, prompt)
+        detokenizer = IncrementalDetokenizer(tokenizer.token_bytes, stops)
+        rows[sequence] = RowOutput(active, detokenizer, kept, prompt, armed_at=request.sampling.min_tokens)
     return rows
 
 

@@ -39,13 +39,14 @@ class StubRow:
 class StubRequest:
     """One request in the stub."""
 
-    __slots__ = ("cancelled", "fault", "num_open", "num_steps", "owner", "request")
+    __slots__ = ("cancelled", "fault", "num_open", "num_steps", "num_tokens", "owner", "request")
 
     def __init__(self, request: Request, owner: bytes):
         self.request = request
         self.owner = owner
         self.num_open = request.num_rows
         self.num_steps = 0
+        self.num_tokens = 0
         self.cancelled = False
         self.fault = ""
 
@@ -137,13 +138,10 @@ class StubEngine:
         self._stopping = True
         self._wake.set()
 
-    def undelivered(self) -> dict[str, int]:
-        """Tokens that requests have sampled and not delivered yet, by their ids."""
-        found: dict[str, int] = collections.defaultdict(int)
+    def sampled(self) -> dict[str, int]:
+        """Tokens that requests have sampled so far, by their ids."""
         with self._lock:
-            for row in self._running:
-                found[row.run.request.id] += len(row.gathered)
-        return found
+            return {id: run.num_tokens for id, run in self._runs.items()}
 
     def stats(self) -> dict[str, int | float]:
         """Figures for /stats and /metrics."""
@@ -210,6 +208,7 @@ class StubEngine:
             if row.sampled < request.max_tokens:
                 row.gathered.append(f" w{row.sampled}")
                 row.sampled += 1
+                run.num_tokens += 1
                 self._totals["generation_tokens_total"] += 1
             if row.gathered and (row.sampled >= request.max_tokens or 0 < request.chunk_size <= len(row.gathered)):
                 deltas.append(Delta(row.index, "".join(row.gathered), len(row.gathered)))

@@ -3,7 +3,6 @@
 from collections import Counter
 
 from rwkv_batch.ipc.messages import Live
-from rwkv_batch.request import Event, Failure, Progress
 
 
 class LiveRequests:
@@ -41,17 +40,15 @@ class LiveRequests:
         del self._rows[owner]
         return len(theirs)
 
-    def note(self, event: Event) -> None:
-        """Keep up with what an event says of its request."""
-        owner, live = self._found.get(event.request_id, (b"", None))
+    def ended(self, request_id: str, num_rows: int) -> None:
+        """Rows of a request have ended."""
+        owner, live = self._found.get(request_id, (b"", None))
         if live is None:
             return
-        if isinstance(event, Progress):
-            live.tokens += sum(delta.tokens for delta in event.deltas)
-            live.ended += len(event.finishes)
-            self._count(owner, -len(event.finishes))
-        if isinstance(event, Failure) or live.ended >= live.prompts:
-            self.pop(event.request_id)
+        live.ended += num_rows
+        self._count(owner, -num_rows)
+        if live.ended >= live.prompts:
+            self.pop(request_id)
 
     def others(self, owner: bytes) -> int:
         """Rows that have not ended of all owners but this one."""

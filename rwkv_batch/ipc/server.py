@@ -41,7 +41,7 @@ from rwkv_batch.ipc.messages import (
     matches,
 )
 from rwkv_batch.ipc.waker import Bell, call_back
-from rwkv_batch.request import Event, Failure, Progress, Request
+from rwkv_batch.request import Event, Failure, Request
 from rwkv_batch.served.variants import VariantOrder, VariantsNow
 from rwkv_batch.session_messages import Deleted, Page, SessionCommand
 
@@ -79,8 +79,8 @@ class EngineCore(Protocol):
     def drain(self) -> None:
         """Refuse new requests."""
 
-    def undelivered(self) -> dict[str, int]:
-        """Tokens that requests have sampled and not delivered yet, by their ids."""
+    def sampled(self) -> dict[str, int]:
+        """Tokens that requests have sampled so far, by their ids."""
 
     def stats(self) -> dict[str, int | float]:
         """Figures for /stats and /metrics."""
@@ -214,8 +214,8 @@ class EngineServer:
             found = [live for live in self._live if matches(message, live)]
             for live in found if message.stop else ():
                 self._stop(live.id)
-            waiting = self.core.undelivered() if self.core is not None else {}
-            told = [msgspec.structs.replace(live, tokens=live.tokens + waiting.get(live.id, 0)) for live in found]
+            sampled = self.core.sampled() if self.core is not None else {}
+            told = [msgspec.structs.replace(live, tokens=sampled.get(live.id, 0)) for live in found]
             self._send(owner, Found(message.question, told))
         elif isinstance(message, Execute):
             self._execute(owner, message)
@@ -267,11 +267,16 @@ class EngineServer:
             for owner, items in self._outbox.popleft().items():
                 events.setdefault(owner, []).extend(items)
         for owner, items in events.items():
+            progress, failures = [], []
             for item in items:
-                self._live.note(item)
+                if isinstance(item, Failure):
+                    failures.append(item)
+                    self._live.pop(item.request_id)
+                else:
+                    progress.append(item)
+                    if item.finishes:
+                        self._live.ended(item.request_id, len(item.finishes))
             if owner in self._peers:
-                progress = [item for item in items if isinstance(item, Progress)]
-                failures = [item for item in items if isinstance(item, Failure)]
                 self._send(owner, Batch(progress, failures, self._live.others(owner)))
 
     def _send_answers(self) -> None:

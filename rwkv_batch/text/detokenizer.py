@@ -7,9 +7,11 @@ import re
 from codecs import utf_8_decode
 from collections.abc import Iterable, Sequence
 
+MAX_PLAIN_TEXTS = 8192  # remembered with the stops of a request
+
 
 class StopMatcher:
-    """What ends a row, built once for all rows of a request; immutable.
+    """What ends a row, built once for all rows of a request; immutable but for what it remembers.
 
     stop_ids    ids that end a row; 0, the end of text, always does
     stop_texts  byte strings that end a row; empty ones are ignored
@@ -28,6 +30,13 @@ class StopMatcher:
         for text in stop_texts:
             self._add(text)
         self._fallback = self._link()  # node -> longest prefix that is a true suffix of this one
+        self._plain_texts: tuple[Sequence[bytes | None], dict[int, str]] = ((), {})
+
+    def plain_texts(self, token_bytes: Sequence[bytes | None]) -> dict[int, str]:
+        """Return where texts of tokens are remembered that are whole characters and begin no stop: most are looked up."""
+        if self._plain_texts[0] is not token_bytes:
+            self._plain_texts = (token_bytes, {})
+        return self._plain_texts[1]
 
     def advance(self, node: int, data: bytes) -> tuple[int, int, int, int]:
         """Read `data` from `node` up to the first byte that completes a stop text.
@@ -82,11 +91,14 @@ class IncrementalDetokenizer:
     stop_text  the one that ended the row, if one did
     """
 
-    __slots__ = ("_held", "_node", "_num_shown", "_partly_shown", "_stops", "_token_bytes", "_unshown", "stop_text")
+    __slots__ = (
+        "_held", "_node", "_num_shown", "_partly_shown", "_plain_texts", "_stops", "_token_bytes", "_unshown", "stop_text",
+    )  # fmt: skip
 
     def __init__(self, token_bytes: Sequence[bytes | None], stops: StopMatcher):
         self._token_bytes = token_bytes
         self._stops = stops
+        self._plain_texts = stops.plain_texts(token_bytes)
         self._node = 0
         self._held = b""  # bytes fed and not shown
         self._num_shown = 0  # leading ids whose bytes are all shown
@@ -97,6 +109,7 @@ class IncrementalDetokenizer:
     def arm(self, stops: StopMatcher) -> None:
         """Let `stops` end the row from the next token on."""
         self._stops = stops
+        self._plain_texts = stops.plain_texts(self._token_bytes)
         self._node = 0
 
     @property
@@ -110,6 +123,10 @@ class IncrementalDetokenizer:
         `token` is an id the vocabulary has. A stop id, a stop text and what follows it inside its token are neither shown nor
         part of `visible`. Not to be called again after the row has stopped.
         """
+        text = self._plain_texts.get(token)
+        if text is not None and not self._held:
+            self._num_shown += 1
+            return text, False
         if token in self._stops.stop_ids:
             return self.finish(), True
         data = self._token_bytes[token]
@@ -117,6 +134,8 @@ class IncrementalDetokenizer:
             text, num_bytes = utf_8_decode(data, "replace", False)
             if num_bytes == len(data):
                 self._num_shown += 1
+                if len(self._plain_texts) < MAX_PLAIN_TEXTS:
+                    self._plain_texts[token] = text
                 return text, False
         num_before = len(self._held)
         self._held += data
