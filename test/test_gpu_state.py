@@ -118,8 +118,8 @@ class GpuHarness(Harness):
 
     def run(self, limit=100_000):
         worker = self.worker
-        while worker._active or worker._step or worker._preparing or worker._inbox._queue.qsize():
-            if worker._rows or worker._step or worker._inbox._queue.qsize():
+        while worker._active or worker._flight or worker._preparing or worker._inbox._queue.qsize():
+            if worker._rows or worker._flight or worker._inbox._queue.qsize():
                 worker.step()
             else:  # a session is loaded, or a turn is written: the loop would sleep until something comes in
                 time.sleep(0.001)

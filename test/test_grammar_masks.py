@@ -82,7 +82,7 @@ class GrammarHarness(Harness):
 
     def run(self, seconds=100):
         deadline = time.monotonic() + seconds
-        while self.worker._active or self.worker._step or self.worker._preparing or self.worker._inbox._queue.qsize():
+        while self.worker._active or self.worker._flight or self.worker._preparing or self.worker._inbox._queue.qsize():
             self.worker.step()
             assert time.monotonic() < deadline, "the rows do not come to their ends"
 

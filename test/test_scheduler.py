@@ -600,6 +600,33 @@ def test_prompts_and_decoding_alternate_where_a_plan_cannot_mix():
     assert [len(plan) for plan in plans] == [1, 1, 1, 1, 1, 1, 1, 1, 2]
 
 
+def test_rows_that_decode_take_turns_in_groups():
+    """As many rows in each as can be; who comes while others run joins the smallest; a group without rows has no turn."""
+    scheduler = Scheduler(num_slots=8, prefill_budget=1024, mixed=False, num_groups=3)
+    first = scheduler.add(request("a", [5] * 5, max_tokens=9))
+    fed = scheduler.next_plan()
+    assert len(fed.rows) == 5
+    assert fed.groups == 0b111
+    plans = [scheduler.next_plan() for _ in range(6)]
+    assert [plan.groups for plan in plans] == [0b001, 0b010, 0b100] * 2
+    rows = [{row.sequence for row in plan.rows} for plan in plans]
+    assert sorted(map(len, rows[:3])) == [1, 2, 2]
+    assert set().union(*rows[:3]) == set(first)
+    assert rows[3:] == rows[:3]
+    [smallest] = [plan.groups for plan in plans[:3] if len(plan.rows) == 1]
+    [late] = scheduler.add(request("b", [3], max_tokens=9))
+    assert scheduler.next_plan().groups == smallest
+    plans = [scheduler.next_plan() for _ in range(3)]
+    assert [plan.groups for plan in plans if late in [row.sequence for row in plan.rows]] == [smallest]
+    [emptied] = [plan.groups for plan in plans if rows[1] == {row.sequence for row in plan.rows}]
+    for sequence in rows[1]:
+        scheduler.finish(sequence)
+    assert emptied not in [scheduler.next_plan().groups for _ in range(4)]
+    scheduler.cancel("a")
+    scheduler.cancel("b")
+    assert scheduler.next_plan() is None
+
+
 def test_cost_of_a_decode_row():
     """Measured 0.1 µs a row for 256 rows."""
     scheduler = scheduler_of(256)

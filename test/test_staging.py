@@ -136,7 +136,7 @@ def feed(stream, prompts, budget, max_tokens=1):
     scheduler = Scheduler(num_slots=64, prefill_budget=budget, mixed=False, busy_budget=512)
     worker = EngineLoop(engine, scheduler, tokenizer_for(256), lambda batch: None, sessions=Memory())
     waiting = list(enumerate(prompts))
-    while waiting or worker._active or worker._step:
+    while waiting or worker._active or worker._flight:
         if waiting:
             number, prompt = waiting.pop(0)
             request = Request(

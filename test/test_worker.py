@@ -104,7 +104,7 @@ class Harness:
 
     def run(self, limit=100_000):
         for _ in range(limit):
-            if not (self.worker._active or self.worker._step or self.worker._inbox._queue.qsize()):
+            if not (self.worker._active or self.worker._flight or self.worker._inbox._queue.qsize()):
                 return
             self.worker.step()
         raise AssertionError("the worker does not come to an end")

@@ -199,7 +199,7 @@ class Life:
         for event in self.rng.choices(events, weights, k=num_events):
             event()
         for _ in range(20_000):
-            if not (self.live() or self.worker._step or self.turns.asked or self.turns.commits):
+            if not (self.live() or self.worker._flight or self.turns.asked or self.turns.commits):
                 break
             self.turn()
         self.turn()

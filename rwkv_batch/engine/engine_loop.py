@@ -8,9 +8,10 @@ keep a log; elsewhere the row is finalized, which means brought to exactly that 
 
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -36,6 +37,44 @@ MOST_CHECKPOINT_TOKENS = 64  # small: there a copy takes the host longer than fe
 LARGE_STATE = 16 * 2**20  # bytes
 IDLE_SECONDS = 0.25  # how long an idle loop sleeps between two signs of life
 MASK_SECONDS = 0.001  # the same where all rows wait for their masks
+
+
+class InFlight(NamedTuple):
+    """A step that was submitted and not read, the groups of its plan, and whether it feeds no prompts."""
+
+    step: Step
+    groups: int
+    decodes: bool
+
+
+class Flight:
+    """The steps under way, in the order in which they were submitted. `most`: that stay so while another is submitted."""
+
+    def __init__(self, most: int):
+        self.most = most
+        self._steps: deque[InFlight] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._steps)
+
+    @property
+    def newest(self) -> InFlight:
+        """The one submitted last; IndexError when there is none."""
+        return self._steps[-1]
+
+    def add(self, step: Step, plan: Plan) -> None:
+        """A step was submitted, after those that are due were read."""
+        self._steps.append(InFlight(step, plan.groups, not plan.rows[0].ids))
+
+    def due(self, plan: Plan | None) -> Iterator[InFlight]:
+        """Take off what has to be read now that `plan` is submitted: the first ones, until there is room for its step, and no
+        row of it is in one of the others. Without a plan, the first one."""
+        while self._steps:
+            if plan is not None and len(self._steps) < self.most and not any(s.groups & plan.groups for s in self._steps):
+                return
+            yield self._steps.popleft()
+            if plan is None:
+                return
 
 
 class EngineLoop(ActiveRequests):
@@ -69,8 +108,7 @@ class EngineLoop(ActiveRequests):
         self.info = None  # what the outside is told about the engine; set by whoever puts it together
         self.last_step = time.monotonic()
         self.lost_sessions = 0  # that could not be written at the end; known when `run` has returned
-        self._step: Step | None = None  # submitted, not read
-        self._decodes = False  # whether it feeds no prompts
+        self._flight = Flight(scheduler.num_groups)
         self._times = CheckpointTimes()
         self._planned = False  # whether there was something to run last time
         self._mask_patience = MaskPatience()
@@ -127,15 +165,16 @@ class EngineLoop(ActiveRequests):
         plan = self.scheduler.next_plan()
         self._planned = plan is not None
         submitted = self._submit(plan) if plan else None
-        if waited and submitted is not None and self._step.arrived is not None:
-            self._mask_patience.judge(was_long=self._step.arrived.query())
+        if waited and submitted is not None and self._flight.newest.step.arrived is not None:
+            self._mask_patience.judge(was_long=self._flight.newest.step.arrived.query())
         self._deliver()  # what the inbox brought, before a step is waited for
         if submitted is not None and submitted.early is not None:
             self._read(submitted.early)
-        if self._step is not None:
-            self._read(self._step)
-            self._mask_patience.note_step(is_typical=self._decodes)
-        self._step, self._decodes = submitted, plan is not None and not plan.rows[0].ids
+        for first in self._flight.due(plan):
+            self._read(first.step, in_turn=True)
+            self._mask_patience.note_step(is_typical=first.decodes)
+        if submitted is not None:
+            self._flight.add(submitted, plan)
         self.last_step = time.monotonic()
         if plan:
             self._totals["step_seconds_total"] += self.last_step - started
@@ -143,13 +182,13 @@ class EngineLoop(ActiveRequests):
 
     def _patience(self) -> float:
         """Return how many seconds there is nothing to do but to read the inbox."""
-        if self._step is not None or self._planned:
+        if self._flight or self._planned:
             return 0
         return MASK_SECONDS if self._rows else IDLE_SECONDS
 
     def _await_masks(self) -> bool:
         """Wait for masks that the next step can use, while the device is busy with the one before; returns whether it did."""
-        if not (self._decodes and self.scheduler.late_draws):
+        if not (self._flight and self._flight.newest.decodes and self.scheduler.late_draws):
             return False
         deadline, waited = self._mask_patience.deadline(), False
         while self.scheduler.awaits_masks and (left := deadline - time.monotonic()) > 0:
@@ -257,12 +296,12 @@ class EngineLoop(ActiveRequests):
             if count == 0:
                 self._times.begin(self._totals["steps_total"], self.checkpoint_tokens, sequence)
 
-    def _read(self, step: Step) -> None:
-        """Turn a step's ids into text; end rows that stopped."""
+    def _read(self, step: Step, *, in_turn: bool = False) -> None:
+        """Turn a step's ids into text; end rows that stopped. `in_turn`: it is the first one under way."""
         for sequence, tokens in step.scoring.collect() if step.scoring is not None else ():
             self._add_scores(sequence, tokens)
         tokens = self.engine.collect(step)
-        if self._pace is not None and step is self._step and step.arrived is not None:
+        if in_turn and self._pace is not None and step.arrived is not None:
             self._pace.ended(time.monotonic())
         rows = self._rows
         for sequence, id, logprobs in tokens:

@@ -36,11 +36,13 @@ class Plan:
 
     masked  whether some of them sample under a mask
     mixes   whether some of them have followers
+    groups  bits of the groups of rows that sample and go on: what is known of them waits for this step's ids
     """
 
     rows: list[Row] = field(default_factory=list)
     masked: bool = False
     mixes: bool = False
+    groups: int = 0
 
 
 class FreeSlots:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from rwkv_batch.request import Request, Sequence
 from rwkv_batch.scheduling.continuous_batch import ContinuousBatch
+from rwkv_batch.scheduling.groups import DecodingRows
 from rwkv_batch.scheduling.pace import PrefillPace
 from rwkv_batch.scheduling.plan import Batch, FreeSlots, Plan, PrefillQueue, Row
 from rwkv_batch.scheduling.prefix_cache import PrefixCache
@@ -30,6 +31,7 @@ class Scheduler:
     late_draws      whether rows with masks sample in front of their next step instead of behind the last, so that the ids
                     can be read and masks be made while a step runs, and such rows need not sit out every other step
     pace            bounds by time what a plan may feed while rows decode, None = only by `busy_budget`
+    num_groups      groups of rows that decode in turn; so many steps may be under way
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Scheduler:
         prefixes: PrefixCache | None = None,
         late_draws: bool = False,
         pace: PrefillPace | None = None,
+        num_groups: int = 1,
     ):
         self.num_slots = num_slots
         self.spare_slots = spare_slots
@@ -51,12 +54,14 @@ class Scheduler:
         self.prefixes = prefixes
         self.late_draws = late_draws
         self.pace = pace
+        self.num_groups = num_groups
         self._free = FreeSlots(num_slots)
         self._batches: dict[str, Batch] = {}  # every live request
         self._queue: deque[Batch] = deque()  # those that are ready to start rows
         self._changed = False  # whether something has changed since no more rows could start
         self._prompts = PrefillQueue(prefill_budget, self._may_begin)
-        self._decoding: dict[Sequence, Row] = {}  # rows whose prompt is fed and that may still sample
+        self._decoding = DecodingRows(num_groups)  # rows whose prompt is fed and that may still sample
+        self._groups = 0  # bits of those that sample in the plan
         self._num_mixes = 0  # rows, of those that run, that have followers
         self._masked: set[Sequence] = set()  # rows, of those that run, that sample under a mask
         self._decoded_last = True
@@ -112,6 +117,7 @@ class Scheduler:
         """
         if self._changed:
             self._start_rows()
+        self._groups = 0
         if self.mixed:
             rows = self._decode()  # before the prompts: a row decodes in the plan after the one that ends its prompt
             rows += self._feed_prompts()
@@ -125,7 +131,7 @@ class Scheduler:
                 self.pace.decoded()
         masked = bool(self._masked) and any((row.sample or row.draws) and row.sequence.mask is not None for row in rows)
         mixes = bool(self._num_mixes) and any(row.sequence.followers for row in rows)
-        return Plan(rows, masked, mixes) if rows else None
+        return Plan(rows, masked, mixes, self._groups) if rows else None
 
     def resume(self, sequences: list[Sequence]) -> None:
         """Feed rows that waited for the state they start from, and have it now."""
@@ -169,7 +175,7 @@ class Scheduler:
 
     def finalize(self, sequence: Sequence, ids: list[int]) -> None:
         """Stop a running row and feed it `ids` without sampling; it keeps its slot until `finish`."""
-        self._decoding.pop(sequence, None)
+        self._decoding.pop(sequence)
         sequence.finalizing = True
         sequence.prompt = ids
         sequence.num_prefilled = 0
@@ -247,6 +253,7 @@ class Scheduler:
                 if row.sequence.num_sampled < row.sequence.request.max_tokens:
                     late = self.late_draws and row.sequence.mask is not None
                     self._decoding[row.sequence] = Row(row.sequence, ids=[], sample=not late, keeps=late)
+                    self._groups |= self._decoding.bit(row.sequence)
         return rows
 
     def _busy_limit(self) -> int | None:
@@ -257,13 +264,17 @@ class Scheduler:
         return allowance if self.busy_budget is None else min(allowance, self.busy_budget)
 
     def _decode(self) -> list[Row]:
-        """Return one row for every decoding sequence, but for those whose mask is not ready.
+        """Return one row for every decoding sequence of the group whose turn it is, but for those whose mask is not ready.
 
-        The rows are the same objects in every plan, to save time.
+        A group none of whose rows can run is passed over. The rows are the same objects in every plan, to save time.
         """
-        rows = list(self._decoding.values())
-        if self._masked:
-            rows = [row for row in rows if row.sequence.mask is None or row.keeps > row.draws or row.sequence.mask.ready()]
+        rows: list[Row] = []
+        for bit, rows in self._decoding.turns():
+            if self._masked:
+                rows = [row for row in rows if row.sequence.mask is None or row.keeps > row.draws or row.sequence.mask.ready()]
+            if rows:
+                self._groups |= bit
+                break
         for row in rows:
             sequence = row.sequence
             if row.keeps > row.draws:  # its first: there is nothing to sample in front of it
@@ -279,7 +290,7 @@ class Scheduler:
         waits = self.prefixes is not None and self.prefixes.waits(sequence)
         if sequence.num_prefilled < len(sequence.prompt) and not waits:
             self._prompts.remove(sequence)
-        self._decoding.pop(sequence, None)
+        self._decoding.pop(sequence)
         self._masked.discard(sequence)
         self._free.give(sequence.slot)
         sequence.slot = -1
