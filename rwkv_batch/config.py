@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from rwkv_batch.devices import engine_devices, parse_devices
+from rwkv_batch.devices import engine_devices, grouped, parse_devices
 from rwkv_batch.errors import UsageError
 from rwkv_batch.secrets import read_api_keys, read_password
 
@@ -74,6 +74,7 @@ class Config:
     adapters_dir: str | None = setting(None, "model", "the same for the adapters that requests name")
     device: str = setting("auto", "model", "auto, cpu, cuda or cuda:N")
     devices: str | None = setting(None, "model", "cards with an engine each, 0,1,2 or [0,1,2]; auto: all; cpu,cpu: two without")
+    tp: int = setting(1, "model", "with --devices: cards that each engine is spread over, linked by NVLink", low=1, high=8)
     pin_engines: bool = setting(True, "model", "with --devices: keep each engine on the CPUs near its card")
     pp_devices: str | None = setting(None, "model", "devices of a pipeline, 0,1 or [0,1]; only one is supported so far")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting("auto", "model", "type of the weights in memory")
@@ -314,8 +315,8 @@ class Config:
 
     @property
     def engine_devices(self) -> list[str]:
-        """Devices that get an engine each; none = one engine, on `device`. Call after `resolved`."""
-        return self.devices.split(",") if self.devices else []
+        """Devices that get an engine each, several with commas; none = one engine, on `device`. Call after `resolved`."""
+        return grouped(self.devices.split(","), self.tp) if self.devices else []
 
     @property
     def num_engines(self) -> int:
@@ -347,18 +348,33 @@ class Config:
             if self.device == "cpu":
                 raise UsageError("--pp-devices: needs a GPU, but --device is cpu", param="pp_devices")
             device = f"cuda:{stages[0]}"
+        if self.tp > 1:
+            check_tp(self, devices)
         resolved = {"password": password, "password_file": None, "api_keys": api_keys, "api_key_file": None}
         resolved["host"] = numeric_host(host)
         resolved |= {"device": device, "devices": ",".join(devices) or None, "pp_devices": None}
         resolved |= {name: folder_of(self, name) for name in FOLDERS}
-        return replace(self, **resolved, http_workers=self.http_workers or self._http_workers(devices))
+        return replace(self, **resolved, http_workers=self.http_workers or http_workers_of(self, devices))
 
-    def _http_workers(self, devices: list[str]) -> int:
-        """How many HTTP processes there are where nobody says: several engines leave two CPUs to each of them."""
-        on_gpu = "cpu" not in (self.device, *devices) and self.fake_engine is None and gpu_present()
-        for_one = 4 if on_gpu else 2
-        left = (os.cpu_count() or 1) - 2 * len(devices)
-        return for_one if len(devices) < 2 else max(for_one, min(for_one * len(devices), left, 64))
+
+def check_tp(config: Config, devices: list[str]) -> None:
+    """Raise UsageError where an engine over several cards is asked for together with what it does not do."""
+    if not devices or len(devices) % config.tp:
+        had = f"has {len(devices)}" if devices else "is missing"
+        raise UsageError(f"--tp {config.tp}: wants --devices with a multiple of {config.tp} cards; it {had}", param="tp")
+    refused = {name: getattr(config, name) for name in ("adapter", "row_adapter", "adapters_dir", "adapter_ranks", "compile")}
+    refused |= {"quant": config.quant not in ("auto", "none"), "ops": config.ops == "compile"}
+    for name, is_given in refused.items():
+        if is_given:
+            raise UsageError(f"{flag_of(name)}: not with --tp {config.tp}, an engine over several cards", param=name)
+
+
+def http_workers_of(config: Config, devices: list[str]) -> int:
+    """How many HTTP processes there are where nobody says: several engines leave two CPUs to each of them."""
+    on_gpu = "cpu" not in (config.device, *devices) and config.fake_engine is None and gpu_present()
+    for_one, engines = 4 if on_gpu else 2, len(devices) // config.tp
+    left = (os.cpu_count() or 1) - 2 * engines
+    return for_one if engines < 2 else max(for_one, min(for_one * engines, left, 64))
 
 
 def folder_of(config: Config, name: str) -> str | None:

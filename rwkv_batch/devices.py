@@ -39,6 +39,11 @@ def engine_devices(text: str | None, environ: Mapping[str, str], dev: Path = Pat
     return cards or parts
 
 
+def grouped(devices: list[str], size: int) -> list[str]:
+    """["0", "1", "2", "3"] in groups of two -> ["0,1", "2,3"]."""
+    return [",".join(devices[start : start + size]) for start in range(0, len(devices), size)]
+
+
 def split(text: str | None) -> list[str]:
     """The words between commas, with brackets around all of them or without."""
     inside = (text or "").strip().strip("[]").strip()
@@ -58,11 +63,15 @@ def minor_numbers(dev: Path = Path("/dev")) -> list[int]:
 
 
 def card_environ(device: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """What an engine's environment says of its card, so that it sees no other; cards are numbered as nvidia-smi does."""
-    if device == "cpu":
+    """What an engine's environment says of its card, or of several with commas, so that it sees no other.
+
+    Cards are numbered as nvidia-smi does.
+    """
+    if "cpu" in device.split(","):
         return {VISIBLE: ""}
     if VISIBLE in environ:
-        return {VISIBLE: split(environ[VISIBLE])[int(device)]}
+        visible = split(environ[VISIBLE])
+        return {VISIBLE: ",".join(visible[int(card)] for card in device.split(","))}
     return {VISIBLE: device, "CUDA_DEVICE_ORDER": environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
 
 

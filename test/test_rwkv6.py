@@ -211,7 +211,7 @@ def loop(tmp_path):
 def answer(loop, prompt: list[int], **fields) -> tuple[list[int], Finish]:
     """The greedy ids behind a prompt, and how the row ended."""
     sampling = SamplingParams(temperature=0, alpha_presence=0, alpha_frequency=0, ignore_eos=True, logprobs=0)
-    request = Request(id=f"r{loop.last_step}", prompts=[prompt], sampling=sampling, **{"max_tokens": 8, **fields})
+    request = Request(id=f"r{loop.last_step}", prompts=[prompt], **{"sampling": sampling, "max_tokens": 8, **fields})
     loop.submit(request, b"test")
     ids, deadline = [], time.monotonic() + 60
     while time.monotonic() < deadline:

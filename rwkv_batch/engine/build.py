@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from rwkv_batch.engine.memory import (
     sampling_bytes,
 )
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
+from rwkv_batch.engine.tensor_parallel.build import Spread, build_sharded
 from rwkv_batch.errors import RwkvBatchError, UsageError
 from rwkv_batch.grammar.masks import Grammars
 from rwkv_batch.ipc.messages import EngineInfo
@@ -52,6 +54,7 @@ from rwkv_batch.model.packed_rows import CapturedRows
 from rwkv_batch.model.quantized import PLAIN, Quantisation
 from rwkv_batch.model.quantized_file import Stored, described, stored_as
 from rwkv_batch.model.state import State
+from rwkv_batch.model.tensor_parallel.forward import ShardedWeights
 from rwkv_batch.model.weights import DTYPES, ModelShape
 from rwkv_batch.request import Failure, Progress
 from rwkv_batch.scheduling.pace import PrefillPace
@@ -105,18 +108,20 @@ def build_engine_loop(
     budget = config.prefill_budget or (CPU_PREFILL if on_cpu else GPU_PREFILL)
     wkv_dtype = choose_wkv_dtype(config, library)
     memory = plan_memory(config, shape, device, dtype, wkv_dtype, budget if library is not None else None, quant)
+    spread = Spread.of(config, device, shape, quant)
+    memory = memory if spread is None else spread.plan(memory)
     num_slots = memory.slots(config.slots, CPU_SLOTS if on_cpu else GPU_SLOTS, name)
     num_spare = memory.spare_slots(num_slots, config.spare_slots)
-    weights = weights_module.from_tensors(
-        tensors,
+    read = partial(
+        weights_module.from_tensors,
         name=name,
         dtype=dtype,
-        device=device,
         valid_ids=lambda vocab_size: valid_ids(tokenizer),
         quant=quant,
         stored=stored,
         adapters=adapters,
     )
+    weights = read(tensors, device=device) if spread is None else spread.load(tensors, read)
     for line in weights_module.iter_summary(weights):
         log.info("%s", line)
     engine = build_engine(config, weights, num_slots + num_spare, num_spare=num_spare, max_tokens=budget, library=library)
@@ -350,7 +355,7 @@ def choose_wkv_dtype(config: Config, library: ctypes.CDLL | None) -> torch.dtype
 
 def build_engine(
     config: Config,
-    weights: weights_module.Weights,
+    weights: weights_module.Weights | ShardedWeights,
     num_slots: int,
     *,
     num_spare: int = 0,
@@ -365,6 +370,8 @@ def build_engine(
     graph_sizes  batch sizes to capture, ascending; None = a ladder up to `num_slots`
     """
     device, wkv_dtype = weights.device, choose_wkv_dtype(config, library)
+    if isinstance(weights, ShardedWeights):
+        return build_sharded(config, weights, num_slots, wkv_dtype=wkv_dtype, library=library)
     if library is None:
         state = State(weights.shape, num_slots, wkv_dtype=wkv_dtype, device=device)
         mode = config.compile or (COMPILE_MODE if config.ops == "compile" else None)

@@ -69,7 +69,6 @@ class Lora:
     @classmethod
     def of(cls, layer: Layer) -> "Lora":
         """Pack the pairs of `layer`."""
-        width = layer.w0.shape[0]
         downs, ups, ranks = [], [], []
         for first, second in ((layer.w1, layer.w2), (layer.a1, layer.a2), (layer.v1, layer.v2), (layer.g1, layer.g2)):
             rank = 0 if first is None else first.shape[1]
@@ -80,7 +79,7 @@ class Lora:
                 ups.append(torch.nn.functional.pad(second.t().to(HALF), (0, padded - rank)).reshape(-1))
         v0 = None if layer.v0 is None else layer.v0.float()
         lora = cls(torch.cat(downs), torch.cat(ups), layer.w0.float(), layer.a0.float(), v0, tuple(ranks))
-        assert lora.down.shape == (lora.rank, width)
+        assert lora.down.shape == (lora.rank, layer.w1.shape[0])
         return lora
 
     @staticmethod
@@ -91,7 +90,7 @@ class Lora:
     @classmethod
     def num_bytes(cls, shape: ModelShape) -> int:
         """Bytes of the matrices of such a layer; they are copies."""
-        return 2 * cls.max_rank(shape) * shape.width * HALF.itemsize
+        return cls.max_rank(shape) * (shape.width + shape.inner_width) * HALF.itemsize
 
     @property
     def rank(self) -> int:
@@ -102,6 +101,11 @@ class Lora:
     def width(self) -> int:
         """C, the model's."""
         return self.down.shape[1]
+
+    @property
+    def outputs(self) -> int:
+        """What `lora_up` has of each pair: C, or a shard's part of it."""
+        return self.w0.shape[0]
 
 
 class Linear:
@@ -187,7 +191,7 @@ class Linear:
         g       h_g g2
         config  instead of that for N tokens
         """
-        n, c = hidden.shape[0], lora.width
+        n, c = hidden.shape[0], lora.outputs
         self._check("hidden", hidden, (n, lora.rank))
         self._check("w_raw", w_raw, (n, c), torch.float32)
         self._check("a", a, (n, c))

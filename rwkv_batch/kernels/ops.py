@@ -75,8 +75,9 @@ class Activations:
     @classmethod
     def of(cls, num_tokens: int, shape: ModelShape, device: torch.device) -> "Activations":
         """Allocate them."""
-        plane = (num_tokens, shape.width)
-        dims = {"mixed": (6, *plane), "rkv": (3, *plane), "hidden": (num_tokens, shape.ffn_width)}
+        plane, inner = (num_tokens, shape.width), (num_tokens, shape.inner_width)
+        dims = {"mixed": (6, *plane), "rkv": (3, *inner), "hidden": (num_tokens, shape.ffn_width)}
+        dims |= dict.fromkeys(("w_raw", "a", "v_mix", "g", "v_first", "heads"), inner)
         single = ("x", "w_raw")
         return cls(**{
             item.name: torch.empty(

@@ -159,9 +159,9 @@ def time_mix(
     Returns the output [N, C] and the first values [N, C].
     """
     x_r, x_w, x_k, x_v, x_a, x_g = mixed.unbind()
-    n, c = x_r.shape
-    heads = (n, c // HEAD_SIZE, HEAD_SIZE)
     r, k, v = linear(x_r, layer.receptance), linear(x_k, layer.key), linear(x_v, layer.value)
+    n, c = r.shape  # of a shard, less than the width of the model
+    heads = (n, c // HEAD_SIZE, HEAD_SIZE)
     log_w = project(project(x_w, layer.w1).tanh_(), layer.w2, layer.w0).sigmoid_().mul_(LOG_W_SCALE)
     a = project(project(x_a, layer.a1), layer.a2, layer.a0).sigmoid_()
     g = project(project(x_g, layer.g1).sigmoid_(), layer.g2)

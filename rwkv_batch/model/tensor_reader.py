@@ -1,7 +1,7 @@
 """Takes published tensors out of a checkpoint one after another: onto the device, checked there, and converted or quantised."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class TensorReader:
     dtype  of matrices that are not quantised
     bar    moves on with each tensor
     merge  what adapters make of them
+    cut    name and tensor -> the part of it that is read; None = all of each
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class TensorReader:
         device: torch.device,
         bar: tqdm,
         merge: Merge | None = None,
+        cut: Callable[[str, Tensor], Tensor] | None = None,
     ):
         self._tensors = tensors
         self._name = name
@@ -40,6 +42,7 @@ class TensorReader:
         self._device = device
         self._bar = bar
         self._merge = merge or Merge()
+        self._cut = cut
 
     def take(self, key: str, as_dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor in `as_dtype`, None = that of all matrices."""
@@ -96,6 +99,9 @@ class TensorReader:
         return tensor
 
     def _pop(self, key: str) -> Tensor:
-        tensor = self._tensors.pop(key).to(self._device)  # checked and converted there: a GPU does both a hundred times faster
+        tensor = self._tensors.pop(key)
+        if self._cut is not None:
+            tensor = self._cut(key, tensor)
+        tensor = tensor.to(self._device)  # checked and converted there: a GPU does both a hundred times faster
         self._bar.update()
         return self._merge.merged(key, tensor)

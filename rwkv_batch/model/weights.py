@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from tqdm import tqdm
@@ -25,6 +25,9 @@ from rwkv_batch.model.quantized_file import SCALES, Stored
 from rwkv_batch.model.tensor_reader import SPLIT, TensorReader
 from rwkv_batch.model.weight import Weight
 from rwkv_batch.served.architectures import architecture_of
+
+if TYPE_CHECKING:
+    from rwkv_batch.model.tensor_parallel.shard import Shard
 
 HEAD_SIZE = 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,6 +45,11 @@ class ModelShape(Shape):
     rank_g: int
 
     head_size: ClassVar[int] = HEAD_SIZE
+
+    @property
+    def inner_width(self) -> int:
+        """Width of what the recurrence works on: all heads that are here."""
+        return self.num_heads * HEAD_SIZE
 
     def tensors(self, *, v_first_residual: bool = False) -> dict[str, tuple[int, ...]]:
         """See Shape."""
@@ -210,12 +218,14 @@ def from_tensors(
     quant: Quantisation = PLAIN,
     stored: Stored | None = None,
     adapters: Sequence[Adapter] = (),
+    shard: "Shard | None" = None,
 ) -> Weights:
     """Check published tensors and bring them into compute layout, one at a time; empties `tensors` on the way.
 
     quant     how to keep the large matrices
     stored    what says that they are quantised already, and how: then `quant` does not count
     adapters  to be merged into it, in this order, in fp32 and before matrices are rounded or quantised
+    shard     the part that is read and kept, of a model in plain numbers without adapters; None = all
     """
     shape = check_tensors(tensors, name, stored, quant)
     quant = stored.quant if stored else quant
@@ -226,7 +236,7 @@ def from_tensors(
     device = torch.device(device)
     bar = tqdm(total=len(tensors), desc=f"loading {Path(name).name}", unit="tensor", leave=False, disable=_hide(progress))
     with bar:
-        reader = TensorReader(tensors, name, dtype, device, bar, merge)
+        reader = TensorReader(tensors, name, dtype, device, bar, merge, cut=shard and shard.cut)
         # The large tables first: beside what is kept there is one tensor of the file, and that had better be small at the end.
         ln0 = (reader.vector("blocks.0.ln0.weight"), reader.vector("blocks.0.ln0.bias"))
         embedding = reader.take("emb.weight")
@@ -234,11 +244,11 @@ def from_tensors(
             chunk.copy_(torch.nn.functional.layer_norm(chunk.float(), (shape.width,), *ln0, 1e-5))
         head = reader.weight(("head.weight",), quant.of_head)
         output_ids = _output_ids(head, valid_ids, name)
-        head = _keep_rows(head, output_ids)
+        head = _keep_rows(head, output_ids) if shard is None else shard.head(head, output_ids)
         layers = [layout_of(architecture).take_layer(i, reader, quant.format) for i in range(shape.num_layers)]
         states = [reader.take(key, torch.float32) for key in shape.states() if key in tensors]
         return Weights(
-            shape=shape,
+            shape=shape if shard is None else shard.shape_of(shape),
             dtype=dtype,
             fingerprint=fingerprint,
             embedding=embedding,
@@ -398,7 +408,7 @@ def _keep_rows(head: Weight, ids: torch.Tensor) -> Weight:
 def iter_summary(weights: Weights) -> Iterator[str]:
     """Yield the lines that tell a person what was loaded."""
     s = weights.shape
-    outputs = f"{weights.head.shape[0]:,} of {s.vocab_size:,} ids have logits"
+    outputs = f"{len(weights.output_ids):,} of {s.vocab_size:,} ids have logits"
     yield f"{weights.architecture}, {s.num_layers} layers of width {s.width}, {outputs}"
     kept = f"{quantized_file.described(weights.quant)} and " if weights.quant.format else ""
     size = f"{weights.num_bytes / 2**20:,.0f} MiB in {kept}{weights.dtype} on {weights.device}"

@@ -62,16 +62,18 @@ def engines_of(config: Config, folder: Path, environ: Mapping[str, str] = os.env
 def engine_on(
     device: str, index: int, config: Config, folder: Path, environ: Mapping[str, str] = os.environ
 ) -> SupervisedEngine:
-    """An engine of its own on one of the devices."""
+    """An engine of its own on one of the devices, or over several with commas."""
     seat = Seat(index=index, address=address_in(folder, index), device=device)
-    config = replace(config, device="cpu" if device == "cpu" else "cuda:0")
-    near = devices.cpus_near(device, environ) if device != "cpu" and config.pin_engines else set()
+    on_cpu = "cpu" in device.split(",")
+    config = replace(config, device="cpu" if on_cpu else "cuda:0")
+    cards = [] if on_cpu or not config.pin_engines else device.split(",")
+    near = set().union(*(devices.cpus_near(card, environ) for card in cards))
     return SupervisedEngine(seat, config, devices.card_environ(device, environ), sorted(near))
 
 
 def room_for_all(config: Config, meminfo: Path = Path("/proc/meminfo")) -> bool:
     """Whether the host's memory takes the weights of all engines at once, as they pass through it on their way to cards."""
-    if config.num_engines < 2 or "cpu" in config.engine_devices or config.fake_engine is not None:
+    if config.num_engines < 2 or "cpu" in (config.devices or "").split(",") or config.fake_engine is not None:
         return True
     try:
         free = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo.read_text(), re.M)
