@@ -121,7 +121,7 @@ def test_held_out_sentences_are_translated_exactly(worker, num):
     assert sum(text.strip() == en for (text, _), (en, _) in zip(back, pairs, strict=True)) >= 0.8 * num
 
 
-@pytest.mark.parametrize(("repeats", "least"), [(2, 450), pytest.param(40, 10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("repeats", "least"), [(1, 225), pytest.param(40, 10_000, marks=pytest.mark.long)])
 def test_sampled_answers_end_with_a_sentence(worker, repeats, least):
     """Many sampled tokens: only kept ids (no other has a logit), and no end token in the middle of a sentence."""
     prompts = [

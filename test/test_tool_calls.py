@@ -155,7 +155,9 @@ def test_borders_do_not_matter_and_nothing_is_lost(reply, cuts, settings):
 
 
 @given(
-    st.dictionaries(st.text(max_size=8), st.recursive(st.none() | st.integers() | st.text(max_size=12), st.lists), max_size=4),
+    st.dictionaries(
+        st.text(max_size=8), st.recursive(st.none() | st.integers() | st.text(max_size=12), st.lists, max_leaves=8), max_size=4
+    ),
     st.sampled_from(["```json\n{}\n```", "<tool_call>{}</tool_call>", "{}"]),
     st.booleans(),
     st.integers(1, 9),

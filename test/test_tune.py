@@ -67,6 +67,7 @@ def test_the_state_does_what_it_was_trained_for(model):
     assert changed < 0.2 * plain
 
 
+@pytest.mark.long
 def test_a_few_steps_of_training_lower_the_loss(model):
     rows, lora = [(list(range(300, 310)), 4), (list(range(400, 408)), 3)], tune_lora.Lora(model)
     with torch.no_grad():

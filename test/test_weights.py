@@ -245,7 +245,7 @@ def peak_of_loading(path: str) -> float:
     return (max(*peaks, anonymous_memory()) - base) / loaded.num_bytes
 
 
-@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+@pytest.mark.parametrize("suffix", ["pth", pytest.param("safetensors", marks=pytest.mark.long)])
 def test_loading_needs_little_more_memory_than_the_tensors_kept(suffix, tmp_path):
     """At most 1.15 times as much, in a process of its own."""
     tensors = random_tensors((3, 512, 32, 32, 32, 64, 1.15), 16384)

@@ -127,7 +127,7 @@ def margins(prompt, count):
 @pytest.mark.parametrize(
     ("budget", "mixed", "num_rows"),
     [
-        (1, True, 12), (16, False, 20), (256, True, 20),
+        (1, True, 8), (16, False, 10), (256, True, 10),
         *(pytest.param(*case, marks=pytest.mark.long) for case in ((16, False, 64), (256, True, 64), (256, False, 64))),
     ],
 )  # fmt: skip
@@ -253,8 +253,8 @@ STOPS = ["length", "stop id", "stop text", "stop inside a token", "end token"]
 @pytest.mark.parametrize(
     ("vocab", "num_cases", "ends_by"),
     [
-        *((256, 6, ends_by) for ends_by in STOPS),
-        (65536, 3, "stop inside a token"),  # bytes have no inside
+        *((256, 3, ends_by) for ends_by in STOPS),
+        (65536, 2, "stop inside a token"),  # bytes have no inside
         *(pytest.param(65536, 6, ends_by, marks=pytest.mark.long) for ends_by in STOPS),
     ],
 )

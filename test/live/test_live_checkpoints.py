@@ -50,6 +50,7 @@ def refuse_all(folder: Path, names: list[str]) -> None:
         list(pool.map(lambda name: refuse(folder / name.replace(" ", "-"), name), names))
 
 
+@pytest.mark.faults
 def test_some_broken_checkpoints_end_the_server_with_2(tmp_path):
     refuse_all(tmp_path, FEW)
 

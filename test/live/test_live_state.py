@@ -607,6 +607,7 @@ def test_a_file_of_the_reference(keeper):
     assert_close(exported(keeper, "theirs"), exported(keeper, "ours"), 2e-2)
 
 
+@pytest.mark.faults
 def test_kill_9(keeper):
     """Contract 9, lines 20 and 21: no acknowledged turn is lost, none happens twice, and the state from disk is that from VRAM.
 
@@ -780,6 +781,7 @@ def asked_again(name: str) -> dict:
     return {"contents": [SECOND], "session_id": name, "keep": False, "max_tokens": 4, **GREEDY}
 
 
+@pytest.mark.faults
 def test_a_server_starts_on_a_file_whose_definitions_are_damaged(checkpoint, folder):
     """Whoever wants a session is told; everybody else is served."""
     with start(checkpoint, folder) as server:
