@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from rwkv_batch.devices import engine_devices, grouped, parse_devices
+from rwkv_batch.devices import engine_devices, grouped, pipeline_devices, split
 from rwkv_batch.errors import UsageError
 from rwkv_batch.secrets import read_api_keys, read_password
 
@@ -76,7 +76,7 @@ class Config:
     devices: str | None = setting(None, "model", "cards with an engine each, 0,1,2 or [0,1,2]; auto: all; cpu,cpu: two without")
     tp: int = setting(1, "model", "with --devices: cards that each engine is spread over, linked by NVLink", low=1, high=8)
     pin_engines: bool = setting(True, "model", "with --devices: keep each engine on the CPUs near its card")
-    pp_devices: str | None = setting(None, "model", "devices of a pipeline, 0,1 or [0,1]; only one is supported so far")
+    pp_devices: str | None = setting(None, "model", "cards that share one engine's layers, 0,1 or [0,1]; cpu,cpu: to try it")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting("auto", "model", "type of the weights in memory")
     quant: Literal["auto", "none", "int8", "fp8", "int4", "nf4", "fp6", "fp5"] = setting(
         "auto", "model", "how the large matrices are kept, see docs/quantization.md; auto: as the file has them"
@@ -319,6 +319,11 @@ class Config:
         return grouped(self.devices.split(","), self.tp) if self.devices else []
 
     @property
+    def pipeline_devices(self) -> list[str]:
+        """Devices that share one engine's layers, "0" or "cpu"; none = one device has all. Call after `resolved`."""
+        return split(self.pp_devices)
+
+    @property
     def num_engines(self) -> int:
         """Engines that share this machine's memory and CPUs. Call after `resolved`."""
         return max(1, len(self.engine_devices))
@@ -344,15 +349,14 @@ class Config:
         device, devices = self.device, engine_devices(self.devices, os.environ)
         if devices and (device not in ("auto", devices[0]) or self.pp_devices):
             raise UsageError("--devices: stands in the place of --device and --pp-devices", param="devices")
-        if stages := parse_devices(self.pp_devices):
-            if self.device == "cpu":
-                raise UsageError("--pp-devices: needs a GPU, but --device is cpu", param="pp_devices")
-            device = f"cuda:{stages[0]}"
+        if stages := pipeline_devices(self.pp_devices, os.environ):
+            device = check_pipeline(self, stages)
         if self.tp > 1:
             check_tp(self, devices)
         resolved = {"password": password, "password_file": None, "api_keys": api_keys, "api_key_file": None}
         resolved["host"] = numeric_host(host)
-        resolved |= {"device": device, "devices": ",".join(devices) or None, "pp_devices": None}
+        resolved |= {"device": device, "devices": ",".join(devices) or None}
+        resolved["pp_devices"] = ",".join(stages) if len(stages) > 1 else None
         resolved |= {name: folder_of(self, name) for name in FOLDERS}
         return replace(self, **resolved, http_workers=self.http_workers or http_workers_of(self, devices))
 
@@ -375,6 +379,19 @@ def http_workers_of(config: Config, devices: list[str]) -> int:
     for_one, engines = 4 if on_gpu else 2, len(devices) // config.tp
     left = (os.cpu_count() or 1) - 2 * engines
     return for_one if engines < 2 else max(for_one, min(for_one * engines, left, 64))
+
+
+def check_pipeline(config: Config, stages: list[str]) -> str:
+    """Return the first device of a pipeline; UsageError where it is asked for together with what it does not do."""
+    device = "cpu" if stages[0] == "cpu" else f"cuda:{stages[0]}"
+    if config.device != "auto" and (config.device == "cpu") != (device == "cpu"):
+        raise UsageError(f"--pp-devices: {','.join(stages)}, but --device is {config.device}", param="pp_devices")
+    refused = {name: getattr(config, name) for name in ("row_adapter", "adapter_ranks", "compile")}
+    refused |= {"tp": config.tp > 1, "ops": config.ops == "compile"}
+    for name, is_given in refused.items():
+        if is_given and len(stages) > 1:
+            raise UsageError(f"{flag_of(name)}: not with --pp-devices, an engine in stages", param=name)
+    return device
 
 
 def folder_of(config: Config, name: str) -> str | None:

@@ -10,14 +10,9 @@ from rwkv_batch.errors import UsageError
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def parse_devices(text: str | None) -> list[int]:
-    """`0`, `0,1` or `[0,1]` -> devices of a pipeline. Raises UsageError, also for more than one, which is not supported yet."""
-    parts = split(text)
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
-        raise UsageError("--pp-devices: wants different device numbers, as 0,1 or [0,1]", param="pp_devices")
-    if len(parts) > 1:
-        raise UsageError(f"--pp-devices: {len(parts)} devices are not supported yet; give one", param="pp_devices")
-    return [int(part) for part in parts]
+def pipeline_devices(text: str | None, environ: Mapping[str, str], dev: Path = Path("/dev")) -> list[str]:
+    """`0,1` or `[0,1]` -> ["0", "1"], `cpu,cpu` -> ["cpu", "cpu"]: devices of a pipeline in their order. Raises UsageError."""
+    return _different_cards("--pp-devices: wants different cards, as 0,1 or [0,1], or cpu,cpu", text, environ, dev)
 
 
 def engine_devices(text: str | None, environ: Mapping[str, str], dev: Path = Path("/dev")) -> list[str]:
@@ -28,14 +23,21 @@ def engine_devices(text: str | None, environ: Mapping[str, str], dev: Path = Pat
     num_cards = count_cards(environ, dev)
     if text is not None and text.strip() == "auto":
         return [str(number) for number in range(num_cards)]
+    return _different_cards("--devices: wants different cards, as 0,1,2, or cpu,cpu, or auto", text, environ, dev)
+
+
+def _different_cards(wanted: str, text: str | None, environ: Mapping[str, str], dev: Path) -> list[str]:
+    """Cards that are there, or CPUs; `wanted`: the message of the UsageError that says otherwise, the flag first."""
+    flag, num_cards = wanted.partition(":")[0], count_cards(environ, dev)
+    param = flag.removeprefix("--").replace("-", "_")
     parts = [part.removeprefix("cuda:") for part in split(text)]
     cards = [part for part in parts if part != "cpu"]
     if not all(part.isdecimal() for part in cards) or len(set(cards)) != len(cards) or 0 < len(cards) < len(parts):
-        raise UsageError("--devices: wants different cards, as 0,1,2, or cpu,cpu, or auto", param="devices")
+        raise UsageError(wanted, param=param)
     cards = [str(int(part)) for part in cards]
     if num_cards and (missing := [part for part in cards if int(part) >= num_cards]):
         there = "0" if num_cards == 1 else f"0 to {num_cards - 1}"
-        raise UsageError(f"--devices: there is no card {missing[0]}, only {there}", param="devices")
+        raise UsageError(f"{flag}: there is no card {missing[0]}, only {there}", param=param)
     return cards or parts
 
 

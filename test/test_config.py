@@ -7,7 +7,7 @@ import pytest
 
 from rwkv_batch.config import Config, find_model
 from rwkv_batch.config_sources import load, make_parser
-from rwkv_batch.devices import parse_devices
+from rwkv_batch.devices import pipeline_devices
 from rwkv_batch.errors import UsageError
 
 
@@ -112,19 +112,32 @@ def test_wrong_settings_files(tmp_path, text, word):
         load(["--config", str(file)], {})
 
 
-@pytest.mark.parametrize(("text", "devices"), [(None, []), ("", []), ("[]", []), ("0", [0]), ("[3]", [3]), (" [ 1 ] ", [1])])
-def test_pipeline_devices(text, devices):
-    assert parse_devices(text) == devices
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [
+        (None, []), ("", []), ("[]", []), ("0", ["0"]), ("[3]", ["3"]), (" [ 1 ] ", ["1"]), ("0,1", ["0", "1"]),
+        ("[2, 0, 1]", ["2", "0", "1"]), ("cuda:1,cuda:0", ["1", "0"]), ("cpu,cpu", ["cpu", "cpu"]),
+    ],
+)  # fmt: skip
+def test_pipeline_devices(text, devices, tmp_path):
+    assert pipeline_devices(text, {}, tmp_path) == devices
 
 
-@pytest.mark.parametrize("text", ["0,1", "[0,1]", "[0, 1, 2]", "a", "0,", "0,0", "-1"])
-def test_several_or_strange_pipeline_devices_are_refused(text):
+@pytest.mark.parametrize("text", ["a", "0,", "0,0", "-1", "cpu,0", "0,1,7"])
+def test_strange_pipeline_devices_are_refused(text):
     with pytest.raises(UsageError, match="--pp-devices"):
-        parse_devices(text)
+        pipeline_devices(text, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+
+
+def test_several_pipeline_devices_stay_until_the_engine_is_put_together():
+    resolved = load(["--pp-devices", "[cpu,cpu]"], {}).resolved()
+    assert (resolved.device, resolved.pipeline_devices, resolved.num_engines) == ("cpu", ["cpu", "cpu"], 1)
+    assert resolved.resolved() == resolved
 
 
 def test_one_pipeline_device_is_the_device():
     assert load(["--pp-devices", "[1]"], {}).resolved().device == "cuda:1"
+    assert load(["--pp-devices", "[1]"], {}).resolved().pipeline_devices == []
     with pytest.raises(UsageError, match="cpu"):
         load(["--pp-devices", "1", "--device", "cpu"], {}).resolved()
 

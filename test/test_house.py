@@ -40,6 +40,7 @@ COVERED_BY = {
     "rwkv_batch/engine/build": "test_assembly",
     "rwkv_batch/engine/decode_graphs": "test_staging",
     "rwkv_batch/engine/memory": "test_assembly",
+    "rwkv_batch/engine/pipeline": "test_pipeline",
     "rwkv_batch/engine/prefill_graphs": "test_staging",
     "rwkv_batch/engine/stub_engine": "test_channel",
     "rwkv_batch/engine/tensor_parallel": "test_tensor_parallel",

@@ -28,9 +28,9 @@ class SessionHarness(Harness):
 
     def __init__(self, path, *, vocab=65536, pool=None, **fields):
         super().__init__(vocab=vocab, **fields)
-        weights = random_weights(TINY, vocab)
+        weights = self.engine.model.weights
         file = StateFile(weights.fingerprint, weights.shape)
-        self.sessions = StatePool(SessionDatabase(path), file, torch.device("cpu"), **(pool or {}))
+        self.sessions = StatePool(SessionDatabase(path), file, torch.device("cpu"), copies=self.copies, **(pool or {}))
         self.sessions.use(self.worker.compute)
         self.worker.sessions = self.sessions
 

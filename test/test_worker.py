@@ -11,9 +11,12 @@ import torch
 from models import TINY, random_weights, tokenizer_for
 from test_model import greedy, run
 
+from rwkv_batch.config import Config
 from rwkv_batch.engine.engine import Engine
 from rwkv_batch.engine.engine_loop import EngineLoop
 from rwkv_batch.engine.memory import CHECKPOINTS
+from rwkv_batch.engine.pipeline.build import Pipeline
+from rwkv_batch.engine.pipeline.copies import StagedCopies
 from rwkv_batch.errors import Overloaded, Unavailable
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import Snapshot, State
@@ -70,14 +73,21 @@ class Memory:
 class Harness:
     """A worker turned by hand, and what it delivered by request."""
 
-    def __init__(self, *, vocab=256, slots=8, budget=256, mixed=True, queue=512, shape=TINY, seed=0):
+    def __init__(self, *, vocab=256, slots=8, budget=256, mixed=True, queue=512, shape=TINY, seed=0, stages=1):
         weights = random_weights(shape, vocab, seed)
         self.tokenizer = tokenizer_for(vocab)
-        self.engine = Engine(Model(weights), ReferenceSampler(slots, weights.output_ids), State(weights.shape, slots))
-        for tensor in (self.engine.state.shift, self.engine.state.wkv):
+        self.copies = None
+        if stages == 1:
+            self.engine = Engine(Model(weights), ReferenceSampler(slots, weights.output_ids), State(weights.shape, slots))
+            states = [self.engine.state]
+        else:
+            self.engine = in_stages(weights, slots, budget, stages)
+            states = [stage.state for stage in self.engine.model.stages]
+            self.copies = StagedCopies(self.engine.state, self.engine.model.stages)
+        for tensor in (tensor for state in states for tensor in (state.shift, state.wkv)):
             tensor.fill_(float("nan"))
         self.sessions = Memory()
-        self.scheduler = Scheduler(num_slots=slots, prefill_budget=budget, mixed=mixed)
+        self.scheduler = Scheduler(num_slots=slots, prefill_budget=budget, mixed=mixed, num_groups=stages)
         self.worker = EngineLoop(self.engine, self.scheduler, self.tokenizer, self.deliver, sessions=self.sessions, queue=queue)
         self.texts = defaultdict(lambda: defaultdict(str))
         self.finishes = defaultdict(dict)
@@ -108,6 +118,12 @@ class Harness:
                 return
             self.worker.step()
         raise AssertionError("the worker does not come to an end")
+
+
+def in_stages(weights, slots, budget, stages):
+    """An engine of a pipeline on so many CPUs."""
+    pipeline = Pipeline.over([torch.device("cpu")] * stages, Config(), weights.shape, weights.dtype)
+    return pipeline.build_engine(Config(), weights, slots, max_tokens=budget)
 
 
 def alone(prompt, **fields):

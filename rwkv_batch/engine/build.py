@@ -25,11 +25,14 @@ from rwkv_batch.engine.memory import (
     LEAST_SESSIONS,
     MIB,
     MemoryPlan,
+    device_name,
     kept_bytes,
     kernel_bytes,
     l2_bytes,
     sampling_bytes,
 )
+from rwkv_batch.engine.pipeline.build import Pipeline
+from rwkv_batch.engine.pipeline.copies import StagedCopies
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
 from rwkv_batch.engine.tensor_parallel.build import Spread, build_sharded
 from rwkv_batch.errors import RwkvBatchError, UsageError
@@ -66,6 +69,7 @@ from rwkv_batch.sessions import postgres, remote, sqlite
 from rwkv_batch.sessions.pool import StatePool
 from rwkv_batch.sessions.state_file import StateFile
 from rwkv_batch.sessions.store import SessionStore
+from rwkv_batch.sessions.transfer import Copies
 from rwkv_batch.text.tokenizer import Tokenizer, for_vocab
 from rwkv_batch.tuned.registry import TunedStates, orders_of
 from rwkv_batch.tuned.row_adapters import bank_for, columns_of, row_adapters_of
@@ -105,12 +109,15 @@ def build_engine_loop(
         tune_cpu(config.threads or (1 if few else max(1, usable_cpus() // config.num_engines)))
     tokenizer = for_vocab(shape.vocab_size)
     on_cpu = device.type == "cpu"
-    budget = config.prefill_budget or (CPU_PREFILL if on_cpu else GPU_PREFILL)
+    pipeline = Pipeline.of(config, shape, dtype, quant, library)
+    num_stages, pieces = (1, 1) if pipeline is None else (len(pipeline.devices), pipeline.pieces)
+    budget = config.prefill_budget or (CPU_PREFILL if on_cpu else GPU_PREFILL) // pieces
     wkv_dtype = choose_wkv_dtype(config, library)
-    memory = plan_memory(config, shape, device, dtype, wkv_dtype, budget if library is not None else None, quant)
+    plan = partial(plan_memory, dtype=dtype, wkv_dtype=wkv_dtype, budget=None if library is None else budget, quant=quant)
+    memory = plan(config, shape, device) if pipeline is None else pipeline.plan(plan)
     spread = Spread.of(config, device, shape, quant)
     memory = memory if spread is None else spread.plan(memory)
-    num_slots = memory.slots(config.slots, CPU_SLOTS if on_cpu else GPU_SLOTS, name)
+    num_slots = memory.slots(config.slots, CPU_SLOTS if on_cpu else GPU_SLOTS * num_stages, name)
     num_spare = memory.spare_slots(num_slots, config.spare_slots)
     read = partial(
         weights_module.from_tensors,
@@ -120,11 +127,13 @@ def build_engine_loop(
         quant=quant,
         stored=stored,
         adapters=adapters,
+        layer_devices=pipeline and pipeline.layer_devices,
     )
     weights = read(tensors, device=device) if spread is None else spread.load(tensors, read)
     for line in weights_module.iter_summary(weights):
         log.info("%s", line)
-    engine = build_engine(config, weights, num_slots + num_spare, num_spare=num_spare, max_tokens=budget, library=library)
+    build = build_engine if pipeline is None else partial(pipeline.build_engine, wkv_dtype=wkv_dtype)
+    engine = build(config, weights, num_slots + num_spare, num_spare=num_spare, max_tokens=budget, library=library)
     scheduler = Scheduler(
         num_slots=num_slots + num_spare,
         spare_slots=num_spare,
@@ -132,11 +141,13 @@ def build_engine_loop(
         mixed=on_cpu,
         busy_budget=busy_budget(config, on_cpu=on_cpu),
         prefixes=build_prefixes(config),
-        late_draws=not on_cpu,
+        late_draws=not on_cpu and pipeline is None,  # a draw of its own would wait for what the last stage has to do
         pace=build_pace(config, engine, budget, mixed=on_cpu),
+        num_groups=num_stages,
     )
     levels = session_levels(config, memory, num_slots + num_spare) if store is not None else {}
-    sessions = build_sessions(config, weights, levels, store) if store is not None else None
+    copies = None if pipeline is None else StagedCopies(engine.state, engine.model.stages)
+    sessions = build_sessions(config, weights, levels, store, copies) if store is not None else None
     grammars = Grammars(tokenizer, weights.output_ids.tolist())
     tuned = EngineVariants(build_tuned(config, engine.state), row_adapters_of(config, engine.bank))
     engine_loop = EngineLoop(
@@ -153,7 +164,7 @@ def build_engine_loop(
     engine_loop.info = EngineInfo(
         model=config.model_name,
         fingerprint=weights.fingerprint,
-        device=str(device) if on_cpu else f"{device} {torch.cuda.get_device_name(device)}",
+        device=", ".join(map(device_name, [device] if pipeline is None else pipeline.devices)),
         dtype=next(name for name, known in DTYPES.items() if known == dtype),
         quant=quant.format,
         weight_bytes=weights.num_bytes,
@@ -230,8 +241,10 @@ def open_store(config: Config, store_path: Path | None = None) -> SessionStore:
     return sqlite.open_store(config) if store_path is None else remote.open_store(store_path, config)
 
 
-def build_sessions(config: Config, weights: weights_module.Weights, levels: dict[str, int], store: SessionStore) -> StatePool:
-    """Return the pool of sessions in `store`. `levels`: as `session_levels` gives them."""
+def build_sessions(
+    config: Config, weights: weights_module.Weights, levels: dict[str, int], store: SessionStore, copies: Copies | None = None
+) -> StatePool:
+    """Return the pool of sessions in `store`. `levels`: as `session_levels` gives them; `copies`: of a pipeline."""
     return StatePool(
         store,
         StateFile(weights.fingerprint, weights.shape),
@@ -245,6 +258,7 @@ def build_sessions(config: Config, weights: weights_module.Weights, levels: dict
         wait_seconds=config.session_wait_seconds,
         max_waiting=config.session_waiting,
         drops_oldest=config.drop_oldest_sessions,
+        copies=copies,
     )
 
 

@@ -69,6 +69,7 @@ class Engine:
     prefills  captured prefill steps; None = likewise
     bank      adapters that single rows may have; None = none
     adapted   how steps run in which a row has one
+    readbacks  readings of ids that may be on their way to the host
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Engine:
         *,
         bank: AdapterBank | None = None,
         adapted: Way | None = None,
+        readbacks: int = READBACKS,
     ):
         self.model = model
         self.sampler = sampler
@@ -98,7 +100,7 @@ class Engine:
         self._decode_rows = PackedRows([], [])  # of the last step if that was all decode: most steps repeat their slots
         self._send_masks = MaskStaging(sampler.masks).send if self.device.type == "cuda" else sampler.masks.put
         self._kept: torch.Tensor | None = None  # logits [S, U] of rows that sample in front of their next step
-        self._readback = _Readback(state.num_slots, self.device) if self.device.type == "cuda" else None
+        self._readback = _Readback(state.num_slots, self.device, readbacks) if self.device.type == "cuda" else None
 
     @torch.inference_mode()
     def submit(self, plan: Plan) -> Step:
@@ -329,20 +331,20 @@ class Engine:
 class _Readback:
     """Pinned places for what steps sampled: copies run while the host goes on, and never wait for a step after theirs.
 
-    A step's ids are to be read before READBACKS more steps are submitted.
+    A step's ids are to be read before `num_places` more readings begin.
     """
 
-    def __init__(self, num_rows: int, device: torch.device):
+    def __init__(self, num_rows: int, device: torch.device, num_places: int = READBACKS):
         pinned = device.type == "cuda"
-        ids = torch.empty(READBACKS, num_rows, dtype=torch.int64, pin_memory=pinned)
-        finite = torch.empty(READBACKS, num_rows, dtype=torch.bool, pin_memory=pinned)
+        ids = torch.empty(num_places, num_rows, dtype=torch.int64, pin_memory=pinned)
+        finite = torch.empty(num_places, num_rows, dtype=torch.bool, pin_memory=pinned)
         self._places = list(zip(ids, finite, strict=True))
         self._next = 0
 
     def start(self, sampled: Sampled) -> tuple[Sampled, torch.cuda.Event]:
         """Begin to copy; the result may be read once the event has come."""
         ids, finite = (place[: len(sampled.ids)] for place in self._places[self._next])
-        self._next = (self._next + 1) % READBACKS
+        self._next = (self._next + 1) % len(self._places)
         ids.copy_(sampled.ids, non_blocking=True)
         finite.copy_(sampled.finite, non_blocking=True)
         rest = (None if t is None else t.to("cpu", non_blocking=True) for t in sampled[2:])

@@ -170,6 +170,11 @@ CGROUPS = [
 ]
 
 
+def device_name(device: torch.device) -> str:
+    """Return what people are told of a device."""
+    return str(device) if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
+
+
 def in_use(device: torch.device) -> dict[str, int]:
     """Bytes that this process holds now: resident in host memory, and what torch has taken of a GPU, used or not."""
     found = {}

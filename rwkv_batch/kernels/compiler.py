@@ -121,6 +121,25 @@ def library(index: int = 0) -> ctypes.CDLL:
         raise KernelError(f"{built} cannot be loaded: {error}; delete it to have it built again") from None
 
 
+@functools.cache
+def own_library(index: int, number: int) -> ctypes.CDLL:
+    """Return the library for GPU `index` once more, for a process that uses several: what it prepares once is of one card.
+
+    It is loaded from copy `number`, since the same file is loaded but once.
+    """
+    built = Path(library(index)._name)
+    copy = built.parent / f"copy-{number}" / built.name
+    try:
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            draft = copy.with_name(f"{copy.name}.{os.getpid()}")
+            shutil.copyfile(built, draft)
+            os.replace(draft, copy)
+        return ctypes.CDLL(str(copy))
+    except OSError as error:
+        raise KernelError(f"{built} cannot be loaded once more: {error}") from None
+
+
 def build(toolchain: Toolchain, arch: str, cache: Path | None = None) -> Path:
     """Return the built library, from the cache where it is there. Locks the cache against other processes meanwhile."""
     cache = cache or cache_folder()

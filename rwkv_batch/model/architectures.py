@@ -61,14 +61,18 @@ class Shape:
 
     def count_bytes(self, dtype: torch.dtype, quant: Quantisation = PLAIN) -> int:
         """Bytes of all tensors, in `dtype` where they are not quantised."""
-        matrices, total = self.matrices(quant), 0
+        return sum(self.tensor_bytes(dtype, quant).values())
+
+    def tensor_bytes(self, dtype: torch.dtype, quant: Quantisation = PLAIN) -> dict[str, int]:
+        """Bytes of each tensor, by name, in `dtype` where it is not quantised."""
+        matrices, found = self.matrices(quant), {}
         for name, dims in self.tensors().items():
             if name in matrices:
                 transposed = matrices[name]
-                total += quantized.num_bytes(quant.format, dims[::-1] if transposed else dims, transposed=transposed)
+                found[name] = quantized.num_bytes(quant.format, dims[::-1] if transposed else dims, transposed=transposed)
             else:
-                total += torch.Size(dims).numel() * dtype.itemsize
-        return total
+                found[name] = torch.Size(dims).numel() * dtype.itemsize
+        return found
 
 
 class BaseLayer:

@@ -36,12 +36,22 @@ class Model:
         ops, w = self.ops, self._prepared
         state.advance(rows.slots, rows.lengths)
         x = ops.embed(w.embedding, tokens, rows, state.last_ids)  # [N, C]
-        y, v_first = None, None
-        for i, layer in enumerate(w.layers):
+        x, y, _ = self.run_layers(x, None, rows, state)
+        if logits_of is None and not rows.is_decode:
+            logits_of = rows.last_token_index
+        return ops.logits(x, y, w, logits_of)
+
+    def run_layers(
+        self, x: torch.Tensor, v_first: torch.Tensor | None, rows: StepRows, state: State
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Take the residual stream x [N, C] through the layers; `v_first` [N, C]: the values of layer 0, None = they have it.
+
+        Returns x, what the last layer adds to it, and the values of layer 0.
+        """
+        ops, y = self.ops, None
+        for i, layer in enumerate(self._prepared.layers):
             x, mixed = ops.add_norm_mix(x, y, layer.ln1_weight, layer.ln1_bias, layer.att_mix, state.time_shift[i], rows)
             y, v_first = ops.time_mix(mixed, layer, state.layer_wkv[i], rows, v_first)
             x, mixed = ops.add_norm_mix(x, y, layer.ln2_weight, layer.ln2_bias, layer.ffn_mix, state.channel_shift[i], rows)
             y = ops.channel_mix(mixed, layer)
-        if logits_of is None and not rows.is_decode:
-            logits_of = rows.last_token_index
-        return ops.logits(x, y, w, logits_of)
+        return x, y, v_first

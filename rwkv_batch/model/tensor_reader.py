@@ -44,6 +44,10 @@ class TensorReader:
         self._merge = merge or Merge()
         self._cut = cut
 
+    def place_on(self, device: torch.device) -> None:
+        """Put on `device` what is taken from now on."""
+        self._device = device
+
     def take(self, key: str, as_dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor in `as_dtype`, None = that of all matrices."""
         as_dtype = as_dtype or self._dtype

@@ -219,6 +219,7 @@ def from_tensors(
     stored: Stored | None = None,
     adapters: Sequence[Adapter] = (),
     shard: "Shard | None" = None,
+    layer_devices: Sequence[torch.device] | None = None,
 ) -> Weights:
     """Check published tensors and bring them into compute layout, one at a time; empties `tensors` on the way.
 
@@ -226,6 +227,7 @@ def from_tensors(
     stored    what says that they are quantised already, and how: then `quant` does not count
     adapters  to be merged into it, in this order, in fp32 and before matrices are rounded or quantised
     shard     the part that is read and kept, of a model in plain numbers without adapters; None = all
+    layer_devices  where each layer goes; the embedding to the first one's, head and norm to the last one's; None = `device`
     """
     shape = check_tensors(tensors, name, stored, quant)
     quant = stored.quant if stored else quant
@@ -233,19 +235,23 @@ def from_tensors(
     merge = _merge(adapters, tensors, name, stored)
     fingerprint = quant.fingerprint(stored.source if stored else merge.fingerprint(fingerprint_of(tensors)))
     merge.replace(tensors)
-    device = torch.device(device)
+    places = layer_devices or [torch.device(device)] * shape.num_layers
     bar = tqdm(total=len(tensors), desc=f"loading {Path(name).name}", unit="tensor", leave=False, disable=_hide(progress))
     with bar:
-        reader = TensorReader(tensors, name, dtype, device, bar, merge, cut=shard and shard.cut)
+        reader = TensorReader(tensors, name, dtype, places[0], bar, merge, cut=shard and shard.cut)
         # The large tables first: beside what is kept there is one tensor of the file, and that had better be small at the end.
         ln0 = (reader.vector("blocks.0.ln0.weight"), reader.vector("blocks.0.ln0.bias"))
         embedding = reader.take("emb.weight")
         for chunk in embedding.split(SPLIT):  # in place, so that no second table is needed
             chunk.copy_(torch.nn.functional.layer_norm(chunk.float(), (shape.width,), *ln0, 1e-5))
+        reader.place_on(places[-1])
         head = reader.weight(("head.weight",), quant.of_head)
         output_ids = _output_ids(head, valid_ids, name)
         head = _keep_rows(head, output_ids) if shard is None else shard.head(head, output_ids)
-        layers = [layout_of(architecture).take_layer(i, reader, quant.format) for i in range(shape.num_layers)]
+        layers = []
+        for i, place in enumerate(places):
+            reader.place_on(place)
+            layers.append(layout_of(architecture).take_layer(i, reader, quant.format))
         states = [reader.take(key, torch.float32) for key in shape.states() if key in tensors]
         return Weights(
             shape=shape if shard is None else shard.shape_of(shape),

@@ -63,6 +63,7 @@ class StatePool:
     l1_…, l2_…         most sessions and bytes of the two levels
     wait_seconds       how long a turn waits for the one before it, and `max_waiting` how many may
     drops_oldest       whether the sessions used longest ago go where the store has no room
+    copies             what moves states between host and device, None = for one device
     Its methods may be called from any thread and do not wait; callbacks must be quick.
     """
 
@@ -84,6 +85,7 @@ class StatePool:
         wait_seconds: float = 30.0,
         max_waiting: int = 64,
         drops_oldest: bool = False,
+        copies: Copies | None = None,
     ):
         def is_expired(resident: ResidentSession) -> bool:
             return resident.response and resident.updated <= store.now() - store.response_seconds
@@ -92,7 +94,7 @@ class StatePool:
         self.durability = durability
         self.store = store
         tiers = Tiers(Level(l1_sessions, l1_bytes), Level(l2_sessions, l2_bytes), is_expired)
-        self.shared = Shared(tiers, Copies(device), durability, snapshot_tokens=snapshot_tokens)
+        self.shared = Shared(tiers, copies or Copies(device), durability, snapshot_tokens=snapshot_tokens)
         if store.shared:
             with self.shared.lock:
                 self.shared.jobs.more_loads = store.claims_at_once - 1
