@@ -385,7 +385,8 @@ def build_engine(
     """
     device, wkv_dtype = weights.device, choose_wkv_dtype(config, library)
     if isinstance(weights, ShardedWeights):
-        return build_sharded(config, weights, num_slots, wkv_dtype=wkv_dtype, library=library)
+        sizes = {"num_spare": num_spare, "max_tokens": max_tokens, "graph_sizes": graph_sizes}
+        return build_sharded(config, weights, num_slots, **sizes, wkv_dtype=wkv_dtype, library=library)
     if library is None:
         state = State(weights.shape, num_slots, wkv_dtype=wkv_dtype, device=device)
         mode = config.compile or (COMPILE_MODE if config.ops == "compile" else None)

@@ -108,7 +108,8 @@ class Autotuner:
             x, y = ops.buffers.last[:size].normal_(), ops.buffers.logits[:size]
             matrices = [ops.prepared.head]
         else:
-            x = b.mixed[:3] if name == "rkv" else b.hidden if name == "ffn_value" else b.heads
+            narrow = name == "ffn_key" and b.heads.shape != b.y.shape  # heads of a shard
+            x = b.mixed[:3] if name == "rkv" else b.hidden if name == "ffn_value" else b.mixed[0] if narrow else b.heads
             y = b.rkv if name == "rkv" else b.hidden if name == "ffn_key" else b.y
             matrices = [getattr(layer, name) for layer in layers]
         ops.matmul.tune([(x, matrix.weight, y) for matrix in matrices], in_out=name == "ffn_value")

@@ -14,6 +14,9 @@ from torch import Tensor
 class Exchange(Protocol):
     """The way between the ranks of one model, called in a step's order. Parts come in the order of ranks."""
 
+    def begin(self) -> None:
+        """Begin a step."""
+
     def add(self, parts: Sequence[Tensor]) -> None:
         """Replace each rank's part [N, C] by the sum of all."""
 
@@ -23,6 +26,9 @@ class Exchange(Protocol):
 
 class PlainExchange:
     """The same in plain torch, on any devices: the judge of the kernels, and what ranks on CPUs use."""
+
+    def begin(self) -> None:
+        """See `Exchange.begin`."""
 
     def add(self, parts: Sequence[Tensor]) -> None:
         """See `Exchange.add`; sums are fp32."""

@@ -100,6 +100,7 @@ class ShardedModel:
         for rank, own_rows, own in zip(self.ranks, self._rows_of_ranks(rows), state.ranks, strict=True):
             of = None if logits_of is None else logits_of.to(rank.device)
             running.append(rank.steps(tokens.to(rank.device), own_rows, own, of))
+        self.exchange.begin()
         for _ in range(self.ranks[0].num_sums):
             self.exchange.add(self._go_on(running))
         return self.exchange.join(self._go_on(running))
