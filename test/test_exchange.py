@@ -3,15 +3,20 @@
 import ctypes
 import shutil
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kernel_recorder import Answer, make_launcher
 from models import random_tensors
 
-from rwkv_batch.errors import UsageError
+from rwkv_batch.config import Config
+from rwkv_batch.engine.tensor_parallel import build as tensor_parallel
+from rwkv_batch.errors import EngineFailed, UsageError
 from rwkv_batch.kernels.autotune import Autotuner
+from rwkv_batch.kernels.launch import Launcher
 from rwkv_batch.kernels.tensor_parallel.exchange import FLAGS, ExchangeArgs, KernelExchange
 from rwkv_batch.kernels.tensor_parallel.links import BUS, NONE, NVLINK, check_cards
 from rwkv_batch.kernels.tensor_parallel.ops import ShardOps
@@ -22,6 +27,7 @@ from rwkv_batch.model.state import State
 from rwkv_batch.model.tensor_parallel.forward import Rank, ShardedModel, ShardedWeights
 from rwkv_batch.model.tensor_parallel.shard import Shard, columns_of
 from rwkv_batch.model.tensor_parallel.state import ShardedState
+from sampling.reference import ReferenceSampler
 
 HALF = torch.float16
 SOURCE = Path(__file__).parent / "rank_threads.cpp"
@@ -208,3 +214,62 @@ def test_cards_that_cannot_be_one_engine_are_refused():
         with pytest.raises(UsageError) as refusal:
             check_cards(cards, names, lambda a, b, link=link: link)
         assert refusal.value.message == f"--tp 3: {words}" or words in refusal.value.message
+
+
+class CapturedSampler(ReferenceSampler):
+    """A sampler that graphs can capture, as far as a test without a card can tell."""
+
+    def launch(self, logits, slots, *, out_ids, out_finite) -> None:
+        self.launched = (tuple(logits.shape), slots.tolist())
+
+    def report_logprobs(self, sampled, logits, slots, needs):
+        return sampled
+
+
+def test_an_engine_on_cards_is_put_together_and_replays_a_graph_of_each(ranks, monkeypatch):
+    count, replays, recorder = len(ranks.ranks), [], ranks.recorder
+
+    class Graph:
+        def replay(self) -> None:
+            replays.append(self)
+
+    fill = SimpleNamespace(take=None, put=None)
+    for name, value in {
+        "connect": lambda library, devices: None,
+        "check_sums": lambda exchange: None,
+        "make_sampler": lambda name, slots, ids, device, *rest, **more: CapturedSampler(slots, ids),
+        "StateFill": lambda launcher: lambda slots, **parts: fill,
+    }.items():
+        monkeypatch.setattr(tensor_parallel, name, value)
+    library = ranks.exchange.launchers[0].library
+    monkeypatch.setattr(tensor_parallel.self_check, "failing", lambda *args: [])
+    monkeypatch.setattr(tensor_parallel.compiler, "own_library", lambda index, number: library)
+    monkeypatch.setattr(Launcher, "time", lambda self, run, rounds=4: (self.use_current_stream(), run(), 1.0)[2])
+    monkeypatch.setattr("rwkv_batch.engine.tensor_parallel.decode.Staging", lambda length, device: Sends())
+    for name, value in {
+        "CUDAGraph": Graph, "graph": lambda graph, **options: nullcontext(), "synchronize": lambda device=None: None,
+        "graph_pool_handle": lambda: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    engine = tensor_parallel.build_sharded(
+        Config(tp=count), ranks.weights, 6, max_tokens=64, wkv_dtype=HALF, library=library, graph_sizes=[2, 6]
+    )
+    assert engine.model.ops_name == f"kernels on {count} cards"
+    notes = [note[0] for note in recorder.take() if note[0].startswith("rwkv_exchange")]
+    assert notes.count("rwkv_exchange_begin") == notes.count("rwkv_exchange_join") == count * 2 * 2, "each size twice"
+    assert notes.count("rwkv_exchange_sum") == count * 2 * 2 * 4
+    (sampled, logits) = engine.graphs.replay([4, 1, 3], 2)
+    assert (len(sampled.ids), logits.shape[0], len(set(replays))) == (2, 3, count)
+    assert engine.graphs._drawn_slots.tolist() == [4, 1, -1, -1, -1, -1]
+    assert all(rank.slots.tolist() == [4, 1, 3, -1, -1, -1] for rank in engine.graphs._ranks)
+    assert engine.state.elapsed == [0, 1, 0, 1, 1, 0]
+    engine._exchange._trouble[0] = torch.tensor([3, 0, 2, 5])
+    with pytest.raises(EngineFailed, match="waited in vain for the ids of a step of rank 1"), engine._told():
+        raise RuntimeError("CUDA error")
+
+
+class Sends:
+    """In the place of `Staging`: what is sent is there at once."""
+
+    def send(self, values: list[int], target: torch.Tensor) -> None:
+        target[: len(values)] = torch.tensor(values)
