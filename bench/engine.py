@@ -4,6 +4,7 @@
     python bench/engine.py --size 7.2b [--batches 1,8,64,320,960] [--prefill 1x1024,32x512] [--out bench/results/engine.json]
     python bench/engine.py --size 7.2b --quant int8 --out bench/results/quant-h200.json
     python bench/engine.py --model-path M.pth
+    python bench/engine.py --size 7.2b --arch sm_80             the kernels of older cards, on this one
 
 Without a checkpoint the weights are random ones of a published shape whose feed-forward is as sparse as a trained model's
 (`bench/synth_checkpoint.py`). Every row has its own prompt. Decode is one CUDA graph replay a step, as in the server; the
@@ -15,6 +16,7 @@ the server: from a graph, with sampling, where it captured one so large.
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -51,9 +53,12 @@ def main() -> None:
     parser.add_argument("--prefill", default="1x128,1x1024,1x4096,8x1024,32x512")
     parser.add_argument("--wkv-state", choices=("fp16", "fp32"), default="fp16")
     parser.add_argument("--quant", choices=("none", *FORMATS), default="none", help="how the large matrices are kept")
+    parser.add_argument("--arch", help="build the kernels for this older architecture")
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--out", help="write the figures to this file, beside those of other sizes already there")
     args = parser.parse_args()
+    if args.arch:
+        os.environ[compiler.ARCH_VARIABLE] = args.arch
     batches = [int(batch) for batch in args.batches.split(",") if batch]
     prefills = [tuple(map(int, shape.split("x"))) for shape in args.prefill.split(",") if shape]
     bench = Bench(args, batches, prefills)
@@ -71,6 +76,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, batches: list[int], prefills: list[tuple[int, int]]):
         self.args = args
         self.device = torch.device("cuda", 0)
+        self.arch = compiler.arch_of_device(0)
         name = args.model_path or f"random {args.size}"
         quant = Quantisation("" if args.quant == "none" else args.quant)
         if args.model_path:
@@ -88,7 +94,7 @@ class Bench:
             config, weights, slots, max_tokens=tokens, library=compiler.library(), graph_sizes=batches or [slots]
         )
         self.model, self.state = self.engine.model, self.engine.state
-        self.name = f"{name} {quant.format}".strip()
+        self.name = " ".join(part for part in (name, quant.format, args.arch) if part)
         generator = torch.Generator(device=self.device).manual_seed(1)
         self.tokens = torch.randint(1, 60000, (tokens,), generator=generator, device=self.device)
         params = SamplingParams(temperature=1.0, top_k=50, top_p=0.6, ignore_eos=True)
@@ -153,7 +159,8 @@ class Bench:
         content = json.loads(file.read_text()) if file.exists() else {}
         content[self.name] = {
             "date": date.today().isoformat(), "device": torch.cuda.get_device_name(0), "torch": torch.__version__,
-            "cuda": torch.version.cuda, "rwkv_batch": __version__, "kernels": compiler.Toolchain.cuda().digest("sm_90a"),
+            "cuda": torch.version.cuda, "rwkv_batch": __version__,
+            "arch": self.arch, "kernels": compiler.Toolchain.cuda().digest(self.arch),
             "wkv_state": self.args.wkv_state, "quant": self.args.quant, "matrix_bytes": self._matrices()[1],
             "load_seconds": self.load_seconds,
             "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30, "rows": rows,

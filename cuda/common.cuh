@@ -16,6 +16,15 @@ namespace rwkv {
 constexpr int LANES = 32;  // shuffles work on groups of 32 threads, also where a wavefront has 64
 constexpr unsigned ALL = 0xffffffffu;
 
+// What the device code was compiled for: 800 is compute_80. The card may be newer; what kernels do there, and how they may be
+// started, follows both. 0: another compiler than nvcc.
+#ifdef __CUDA_ARCH_LIST__
+constexpr int ARCHITECTURES[] = {__CUDA_ARCH_LIST__}, BUILT_FOR = ARCHITECTURES[0];
+#else
+constexpr int BUILT_FOR = 0;
+#endif
+constexpr bool HAS_CLUSTERS = BUILT_FOR >= 900, FOR_HOPPER = BUILT_FOR == 900;
+
 enum Type : int { FP32 = 0, FP16 = 1, BF16 = 2 };
 
 __device__ __forceinline__ float to_float(float x) { return x; }

@@ -39,7 +39,7 @@ cudaError_t start(void (*kernel)(Parameters...), const Launch& how, Parameters..
 #else
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = {how.grid, how.block, size_t(how.shared), how.stream, attributes, 0};
-    if (how.overlap) {
+    if (how.overlap && HAS_CLUSTERS) {  // other kernels do not wait, and would read what the one before has not written yet
         attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }

@@ -150,7 +150,7 @@ static cudaError_t layout_for(int num_rows, Layout& layout) {
     if (cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return error;
     if (cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return error;
     while (2 * layout.threads <= MAX_THREADS && 2 * layout.threads * num_rows <= MAX_THREADS * processors) layout.threads *= 2;
-    if (major >= 9)
+    if (HAS_CLUSTERS && major >= 9)
         while (layout.blocks < MAX_BLOCKS && 2 * layout.blocks * num_rows <= processors) layout.blocks *= 2;
     const auto rounds = [&](int blocks) { return (num_rows + blocks * processors - 1) / (blocks * processors); };
     layout.dense = layout.threads == MIN_THREADS && rounds(DENSE_BLOCKS) < rounds(MAX_THREADS / MIN_THREADS);

@@ -94,6 +94,9 @@ RWKV_EXPORT int rwkv_fill_slots(void* array, const void* source, const int64_t* 
     return cudaSuccess;
 }
 
+// What this library was compiled for, see common.cuh.
+RWKV_EXPORT int rwkv_built_for() { return rwkv::BUILT_FOR; }
+
 // array [outer, num_slots, row_bytes]: each of `slots` [count] is copied to its own of `copies` [count], contiguous [outer,
 // row_bytes], or with `to_slots` from there. Both lists are in host memory and read before this returns; slots are distinct.
 RWKV_EXPORT int rwkv_copy_slots(void* array, void* const* copies, const int64_t* slots, int count, int outer, int num_slots,

@@ -79,6 +79,7 @@ class Library:
         self.rwkv_gemm_map, self.rwkv_quant_gemm_map = Describe(recorder), Describe(recorder)
         self.rwkv_sample_args_size = Answer(ctypes.sizeof(SampleArgs))
         self.rwkv_sample_method = Answer(0)
+        self.rwkv_built_for = Answer(900 if hopper else 800)
 
     def __getattr__(self, name: str) -> "Function | Answer":
         setup = name.endswith("_setup")

@@ -4,8 +4,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from kernel_recorder import make_launcher
 
+from rwkv_batch.errors import UsageError
 from rwkv_batch.kernels import compiler
+from rwkv_batch.kernels.linear import Linear
+from rwkv_batch.kernels.mix import Mix
 
 
 @pytest.fixture
@@ -44,3 +49,41 @@ def test_a_source_that_moves_is_noticed(toolchain):
 def test_every_source_is_compiled(toolchain):
     assert toolchain.sources() == sorted(toolchain.folder.rglob("*.cu"))
     assert len({source.stem for source in toolchain.sources()}) == len(toolchain.sources())  # objects have no folders
+
+
+@pytest.mark.parametrize(
+    ("card", "wanted", "arch", "flags"),
+    [
+        ((9, 0), None, "sm_90a", "arch=compute_90a,code=sm_90a"),
+        ((9, 0), "sm_90", "sm_90a", "arch=compute_90a,code=sm_90a"),
+        ((9, 0), "sm_80", "sm_80-on-sm_90", "arch=compute_80,code=sm_90"),
+        ((12, 0), "sm_89", "sm_89-on-sm_120", "arch=compute_89,code=sm_120"),
+        ((12, 0), None, "sm_120", "arch=compute_120,code=sm_120"),
+        ((7, 5), None, "sm_75", "arch=compute_75,code=sm_75"),
+    ],
+)
+def test_a_card_can_be_built_for_as_an_older_one(toolchain, monkeypatch, card, wanted, arch, flags):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: card)
+    monkeypatch.delenv(compiler.ARCH_VARIABLE, raising=False)
+    if wanted:
+        monkeypatch.setenv(compiler.ARCH_VARIABLE, wanted)
+    assert compiler.arch_of_device(0) == arch
+    assert toolchain.arch_flags(arch) == (f"-gencode={flags}",)
+
+
+@pytest.mark.parametrize("wanted", ["sm_75", "sm_120", "80", "compute_80", "gfx90a"])
+def test_an_architecture_that_the_card_does_not_run_is_refused(monkeypatch, wanted):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setenv(compiler.ARCH_VARIABLE, wanted)
+    with pytest.raises(UsageError, match=compiler.ARCH_VARIABLE):
+        compiler.arch_of_device(0)
+
+
+def test_what_only_hopper_has_follows_what_was_built(monkeypatch):
+    launcher, _ = make_launcher(monkeypatch)
+    assert launcher.hopper
+    launcher, _ = make_launcher(monkeypatch, hopper=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))  # such a library on a Hopper card
+    assert not launcher.hopper
+    assert not Mix(launcher)._hopper
+    assert not Linear(launcher).masked_ffn_fits(1, 1024, 1024)

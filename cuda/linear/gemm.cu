@@ -431,7 +431,7 @@ RWKV_EXPORT int rwkv_gemm_setup() {
     cudaError_t error = cudaGetDevice(&device);
     if (!error) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     if (!error) error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (!error && major != 9) return cudaErrorNotSupported;
+    if (!error && !(rwkv::FOR_HOPPER && major == 9)) return cudaErrorNotSupported;
     for (const rwkv::Variant& v : rwkv::VARIANTS)
         if (!error) error = cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes - 1024);
     for (const rwkv::InputsVariant& v : rwkv::INPUTS)

@@ -20,7 +20,7 @@ inline Device device() {
         cudaGetDevice(&index);
         cudaDeviceGetAttribute(&d.processors, cudaDevAttrMultiProcessorCount, index);
         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
-        d.clusters = major >= 9, d.hopper = major == 9;
+        d.clusters = HAS_CLUSTERS && major >= 9, d.hopper = FOR_HOPPER && major == 9;
         return d;
     }();
     return known;

@@ -354,7 +354,7 @@ def check_quant(quant: Quantisation, device: torch.device) -> None:
     """Raise UsageError, naming the card and the formats that it runs, where it cannot run this one."""
     if not quant.format or device.type != "cuda":
         return
-    runs = supported_formats(torch.cuda.get_device_capability(device))
+    runs = supported_formats(compiler.capability(device.index or 0))
     if quant.format not in runs:
         card = torch.cuda.get_device_name(device)
         raise UsageError(f"--quant {quant.format}: {card} cannot run it; it can run {', '.join(runs) or 'none'}", param="quant")

@@ -5,6 +5,8 @@ library is cached under a hash of sources, flags and compiler; two processes tha
 
     python -m rwkv_batch.kernels.compiler cuda sm_80 sm_90a sm_120     compile for these architectures, to check the sources
     python -m rwkv_batch.kernels.compiler hip gfx90a gfx1030
+
+RWKV_BATCH_KERNEL_ARCH=sm_80 has any newer NVIDIA card run what an sm_80 card would: the same sources, compiled for compute_80.
 """
 
 import ctypes
@@ -13,6 +15,7 @@ import functools
 import hashlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,12 +25,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rwkv_batch.errors import RwkvBatchError
+from rwkv_batch.errors import RwkvBatchError, UsageError
 from rwkv_batch.shipped import folder
 
 log = logging.getLogger("rwkv_batch.engine")
 
 CACHE_VARIABLE = "RWKV_BATCH_KERNEL_CACHE"  # folder of built libraries; default: rwkv_batch in the user's cache folder
+ARCH_VARIABLE = "RWKV_BATCH_KERNEL_ARCH"  # an older architecture to build for; default: the card's own
+LEAST = (8, 0)  # compute capability that the sources compile for
 INSTALL_CUDA = "install the CUDA toolkit, or: pip install -r requirements-cuda.txt"
 
 
@@ -60,10 +65,11 @@ class Toolchain:
         return cls("hip", compiler, folder("hip"), ".hip", flags)
 
     def arch_flags(self, arch: str) -> tuple[str, ...]:
-        """Flags for one architecture, such as sm_90a or gfx90a."""
+        """Flags for one architecture, such as sm_90a or gfx90a; sm_80-on-sm_90: code of sm_80's for a card of sm_90."""
         if self.name == "hip":
             return (f"--offload-arch={arch}",)
-        return (f"-gencode=arch={arch.replace('sm_', 'compute_')},code={arch}",)
+        features, _, card = arch.partition("-on-")
+        return (f"-gencode=arch={features.replace('sm_', 'compute_')},code={card or arch}",)
 
     def link_flags(self) -> tuple[str, ...]:
         """Flags for linking: pip's nvcc does not find the libraries that lie beside it."""
@@ -104,8 +110,32 @@ def arch_of_device(index: int) -> str:
 
     if torch.version.hip:
         return torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
-    major, minor = torch.cuda.get_device_capability(index)
-    return f"sm_{major}{minor}" + ("a" if major == 9 else "")  # wgmma needs the "a" on Hopper
+    card, built = torch.cuda.get_device_capability(index), capability(index)
+    if built == card:
+        return _name(card) + ("a" if card[0] == 9 else "")  # wgmma needs the "a" on Hopper
+    return f"{_name(built)}-on-{_name(card)}"
+
+
+def capability(index: int) -> tuple[int, int]:
+    """Return the compute capability that NVIDIA kernels on GPU `index` are built for: (9, 0), or less where it is asked for.
+
+    UsageError when the variable names no architecture, or one that the card cannot run.
+    """
+    import torch
+
+    card, wanted = torch.cuda.get_device_capability(index), os.environ.get(ARCH_VARIABLE)
+    if not wanted or torch.version.hip:
+        return card
+    if not re.fullmatch(r"sm_\d{2,3}a?", wanted):
+        raise UsageError(f"{ARCH_VARIABLE}: {wanted!r} is no architecture such as sm_80")
+    built = divmod(int(wanted[3:].rstrip("a")), 10)
+    if not LEAST <= built <= card:
+        raise UsageError(f"{ARCH_VARIABLE}: this card runs {_name(LEAST)} to {_name(card)}, not {wanted}")
+    return built
+
+
+def _name(built: tuple[int, int]) -> str:
+    return f"sm_{built[0]}{built[1]}"
 
 
 @functools.cache

@@ -5,6 +5,7 @@ nothing and waits for nothing, so that a CUDA graph can capture it.
 """
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 POINTER = ctypes.c_void_p
 INT = ctypes.c_int
+HOPPER = 900  # as `BUILT_FOR` in cuda/common.cuh
 
 
 class KernelLaunchFailed(RuntimeError):
@@ -27,6 +29,11 @@ class Launcher:
         self.device = torch.device(device)
         self.digest = Path(library._name).stem  # of compiler, flags and sources
         self.stream = 0
+
+    @functools.cached_property
+    def hopper(self) -> bool:
+        """Whether Hopper's own kernels can run: the card is one, and the library was built for it (see `compiler.arch_for`)."""
+        return self.library.rwkv_built_for() == HOPPER and torch.cuda.get_device_capability(self.device)[0] == 9
 
     def use_current_stream(self) -> None:
         """Look up torch's current stream, which all launches go to until the next call; once a step, since it takes 10 us."""

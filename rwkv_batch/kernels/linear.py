@@ -118,9 +118,8 @@ class Linear:
     def __init__(self, launcher: Launcher, *, pdl: bool = False):
         self.launcher = launcher
         self.pdl = pdl
-        properties = torch.cuda.get_device_properties(launcher.device)
-        self.num_sms = properties.multi_processor_count
-        self.hopper = properties.major == 9
+        self.num_sms = torch.cuda.get_device_properties(launcher.device).multi_processor_count
+        self.hopper = launcher.hopper
         self._gemv = launcher.bind("rwkv_gemv", *[POINTER] * 3, *[INT] * 6)
         self._project = launcher.bind("rwkv_project", *[POINTER] * 5, *[INT] * 7)
         self._lora_down = launcher.bind("rwkv_lora_down", *[POINTER] * 3, *[INT] * 10)

@@ -63,7 +63,7 @@ class Mix:
         self._device = launcher.device
         self._pdl = int(pdl)
         self._num_sms = torch.cuda.get_device_properties(launcher.device).multi_processor_count
-        self._hopper = torch.version.hip is None and torch.cuda.get_device_capability(launcher.device)[0] == 9
+        self._hopper = launcher.hopper
         self._embed = launcher.bind("rwkv_embed", *[POINTER] * 4, *[INT] * 3)
         self._decode = launcher.bind("rwkv_add_norm_mix_decode", *[POINTER] * 8, *[INT] * 6)
         self._prefill = launcher.bind("rwkv_add_norm_mix_prefill", *[POINTER] * 11, *[INT] * 7)

@@ -31,8 +31,7 @@ class MatMulFp8(MatMul):
     def __init__(self, launcher: Launcher, *, fast: bool = False):
         super().__init__(launcher)
         self.fast = fast
-        hopper = torch.cuda.get_device_capability(launcher.device)[0] == 9
-        self.available = hopper and self._lib.cublasLtGetVersion() >= LEAST_VERSION and self._works()
+        self.available = launcher.hopper and self._lib.cublasLtGetVersion() >= LEAST_VERSION and self._works()
 
     def fits(self, M: int, K: int) -> bool:
         """Return whether a matrix [M, K] can be multiplied."""

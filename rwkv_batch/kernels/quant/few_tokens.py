@@ -30,8 +30,8 @@ class QuantLinear:
         self.launcher = launcher
         self.pdl = pdl
         self._gemv = launcher.bind("rwkv_quant_gemv", *[POINTER] * 5, *[INT] * 9)
-        properties = torch.cuda.get_device_properties(launcher.device)
-        self.hopper, self.num_sms = properties.major == 9, properties.multi_processor_count
+        self.hopper = launcher.hopper
+        self.num_sms = torch.cuda.get_device_properties(launcher.device).multi_processor_count
         self._inputs = launcher.bind("rwkv_quant_inputs", *[POINTER] * 15, *[INT] * 9)
         self._arrived = torch.zeros(self.num_sms + 1, dtype=torch.int64, device=launcher.device)  # thread blocks of `inputs`
         self._masked_ffn = launcher.bind("rwkv_quant_masked_ffn", *[POINTER] * 5, *[INT] * 5)
