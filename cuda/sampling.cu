@@ -17,6 +17,8 @@
 // For few rows the blocks of a cluster share the parts of a row (Hopper and later). Sums go by parts, in the order of the
 // columns: they depend neither on chance, nor on how many blocks share a row, nor on other rows.
 
+// parts: 5
+#include "parts.cuh"
 #include "sampling/filter.cuh"
 #include "sampling/noise.cuh"
 #include "sampling/rejection.cuh"
@@ -125,7 +127,7 @@ struct Layout {
 };
 
 template <class T, bool DENSE>
-static cudaError_t start(const SampleArgs& a, const Layout& layout, cudaStream_t stream) {
+cudaError_t start(const SampleArgs& a, const Layout& layout, cudaStream_t stream) {
     const bool aligned = a.stride * sizeof(T) % 16 == 0 && reinterpret_cast<uintptr_t>(a.logits) % 16 == 0;
     const auto kernel = sample_kernel<T, DENSE>;
 #ifdef RWKV_HIP
@@ -142,6 +144,24 @@ static cudaError_t start(const SampleArgs& a, const Layout& layout, cudaStream_t
 #endif
 }
 
+extern template cudaError_t start<float, false>(const SampleArgs&, const Layout&, cudaStream_t);
+extern template cudaError_t start<__half, false>(const SampleArgs&, const Layout&, cudaStream_t);
+extern template cudaError_t start<__half, true>(const SampleArgs&, const Layout&, cudaStream_t);
+extern template cudaError_t start<__nv_bfloat16, false>(const SampleArgs&, const Layout&, cudaStream_t);
+#if IN_PART(1)
+template cudaError_t start<float, false>(const SampleArgs&, const Layout&, cudaStream_t);
+#endif
+#if IN_PART(2)
+template cudaError_t start<__half, false>(const SampleArgs&, const Layout&, cudaStream_t);
+#endif
+#if IN_PART(3)
+template cudaError_t start<__half, true>(const SampleArgs&, const Layout&, cudaStream_t);
+#endif
+#if IN_PART(4)
+template cudaError_t start<__nv_bfloat16, false>(const SampleArgs&, const Layout&, cudaStream_t);
+#endif
+
+#if IN_PART(0)
 // Few rows: so that every multiprocessor has as many threads as it has registers for. Many: so that they take few rounds.
 static cudaError_t layout_for(int num_rows, Layout& layout) {
 #ifndef RWKV_HIP
@@ -158,8 +178,10 @@ static cudaError_t layout_for(int num_rows, Layout& layout) {
     return cudaSuccess;
 }
 
+#endif
 }  // namespace rwkv
 
+#if IN_PART(0)
 // Sample one token for each row. Returns a cudaError_t: cudaErrorInvalidValue for more than 131,072 columns or an unknown type.
 RWKV_EXPORT int rwkv_sample(const rwkv::SampleArgs* args, cudaStream_t stream) {
     const rwkv::SampleArgs& a = *args;
@@ -183,3 +205,4 @@ RWKV_EXPORT int rwkv_sample_method(const char* name) {
         if (!std::strcmp(name, rwkv::METHOD_NAMES[i])) return i;
     return -1;
 }
+#endif

@@ -1,6 +1,7 @@
 """What the engine is put together from, as far as a machine without a GPU can tell."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -191,6 +192,22 @@ def test_a_budget_in_milliseconds_takes_the_place_of_one_in_tokens(tiny_checkpoi
     assert (plain.pace, plain.busy_budget) == (None, build.CPU_BUSY_PREFILL)
     assert (timed.pace.budget_ms, timed.busy_budget) == (20, None)
     assert scheduler_of(itl_budget_ms=20, busy_prefill_budget=96).busy_budget == 96
+
+
+def test_kernels_that_fail_to_build_while_weights_load_leave_plain_torch(tiny_checkpoint, tmp_path, monkeypatch):
+    asked = []
+
+    def find_kernels(config, device, architecture):
+        asked.append(config.ops)
+        return SimpleNamespace(result=lambda: None) if config.ops != "reference" else None
+
+    monkeypatch.setattr(build, "find_kernels", find_kernels)
+    settings = {"model_path": str(tiny_checkpoint), "device": "cpu", "slots": 2, "state_db": str(tmp_path / "db")}
+    worker = build.build_engine_loop(Config(**settings), lambda batch: None)
+    worker.sessions.close()
+    assert asked == ["auto", "reference"]
+    assert worker.info.ops == "reference"
+    assert worker.engine.state.wkv.dtype == torch.float32
 
 
 def test_planes_are_put_back_in_order():

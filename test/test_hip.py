@@ -270,7 +270,7 @@ def test_an_amd_card_gets_the_kernels_that_hipcc_builds(card, launcher, monkeypa
     monkeypatch.setattr(compiler, "build", built)
     compiler.library.cache_clear()
     try:
-        assert engine_build.find_kernels(Config(ops="kernels"), gpu)._name == card.library._name
+        assert engine_build.find_kernels(Config(ops="kernels"), gpu).result()._name == card.library._name
         assert asked == [("hip", "gfx90a")]
         compiler.library.cache_clear()
         monkeypatch.setattr(compiler.shutil, "which", lambda name: None)

@@ -1,6 +1,8 @@
 """When kernels are built anew; that the sources compile is checked by `make kernels`."""
 
+import re
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,40 @@ def test_what_only_hopper_has_follows_what_was_built(monkeypatch):
     assert not launcher.hopper
     assert not Mix(launcher)._hopper
     assert not Linear(launcher).masked_ffn_fits(1, 1024, 1024)
+
+
+def test_every_part_of_a_source_is_a_unit_and_the_longest_come_first(toolchain):
+    units = toolchain.units()
+    assert len({unit.name for unit in units}) == len(units)
+    assert {unit.source for unit in units} == set(toolchain.sources())
+    for source in toolchain.sources():
+        text = source.read_text()
+        asked = {int(number) for number in re.findall(r"^#if IN_PART\((\d+)\)$", text, re.MULTILINE)}
+        parts = [unit.part for unit in units if unit.source == source]
+        assert sorted(parts) == sorted(asked) if asked else parts == [None]
+    first = [unit.part for unit in units]
+    assert all(first[: sum(map(bool, first))])
+
+
+def test_kernels_are_built_beside_whatever_goes_on(toolchain, monkeypatch, caplog):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def build(chain, arch):
+        begun.set()
+        assert go_on.wait(10)
+        raise compiler.KernelError(f"not for {arch}")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(compiler.Toolchain, "cuda", lambda: toolchain)
+    monkeypatch.setattr(compiler, "build", build)
+    for required in (False, True):
+        begun.clear(), go_on.clear()
+        building = compiler.Building.begin(0, required=required)
+        assert begun.wait(10)
+        go_on.set()
+        if required:
+            with pytest.raises(UsageError, match="--ops kernels: not for sm_90a"):
+                building.result()
+        else:
+            assert building.result() is None
+    assert "WITHOUT KERNELS" in caplog.text

@@ -10,6 +10,8 @@
 // Tensor cores take 16 rows of weights on their tall side, and 8 tokens. Eight warps share the K of such a tile: a warp has every
 // eighth block of 64. Programmatic dependent launch: weights are fetched before griddepcontrol.wait, all else after it.
 
+// parts: 7
+#include "../parts.cuh"
 #include "hopper.cuh"
 #include "lora.cuh"
 #include "quant.cuh"
@@ -548,8 +550,78 @@ void add_coded(Products& all, int format, const void* x, const void* values, con
 }
 
 }  // namespace
+
+// What the C functions below start, in one format. `rows`: of all matrices together.
+template <int FORMAT>
+struct CodedProducts {
+    static int gemv(const Products& all, const void* values, const void* scales, uint16_t* active_mask, int rows, int width,
+                    int blocks, int overlap, void* stream);
+    static int project(const Products& all, int coded, const void* values, const void* scales, const void* lora_down, int rows,
+                       int width, int blocks, int overlap, void* stream);
+    static int inputs(const Products& all, const Pairs& pairs, const void* values, const void* scales, int rows, int width,
+                      int blocks, int overlap, void* stream);
+};
+
+template <int FORMAT>
+int CodedProducts<FORMAT>::gemv(const Products& all, const void* values, const void* scales, uint16_t* active_mask, int rows,
+                                int width, int blocks, int overlap, void* stream) {
+    if (!streams(FORMAT, scales, width)) return start_few<FORMAT>(all, active_mask, overlap, stream);
+    Maps maps{};
+    if (const int error = describe<FORMAT>(maps, values, scales, rows, width, nullptr, 0)) return error;
+    return (all.num_tokens <= 8 ? start_stream<FORMAT, 1> : start_stream<FORMAT, 2>)(all, all.tiles, active_mask, maps, blocks,
+                                                                                     overlap, stream);
+}
+
+template <int FORMAT>
+int CodedProducts<FORMAT>::project(const Products& all, int coded, const void* values, const void* scales, const void* lora_down,
+                                   int rows, int width, int blocks, int overlap, void* stream) {
+    Maps maps{};
+    int rank = 0;
+    for (int i = 3; i < all.count; i++) rank += all.item[i].rows;
+    if (const int error = describe<FORMAT>(maps, values, scales, rows, width, lora_down, rank)) return error;
+    return (all.num_tokens <= 8 ? start_stream<FORMAT, 1> : start_stream<FORMAT, 2>)(all, coded, nullptr, maps, blocks, overlap,
+                                                                                     stream);
+}
+
+template <int FORMAT>
+int CodedProducts<FORMAT>::inputs(const Products& all, const Pairs& pairs, const void* values, const void* scales, int rows,
+                                  int width, int blocks, int overlap, void* stream) {
+    if constexpr (upper_bytes(FORMAT, BLOCK) > 0) return cudaErrorNotSupported;
+    else {
+        Maps maps{};
+        if (const int error = describe<FORMAT>(maps, values, scales, rows, width, nullptr, 0)) return error;
+        return (all.num_tokens <= 8 ? start_beside<FORMAT, 1> : start_beside<FORMAT, 2>)(all, maps, pairs, blocks, overlap, stream);
+    }
+}
+
+extern template struct CodedProducts<INT8>;
+extern template struct CodedProducts<FP8>;
+extern template struct CodedProducts<INT4>;
+extern template struct CodedProducts<NF4>;
+extern template struct CodedProducts<FP6>;
+extern template struct CodedProducts<FP5>;
+#if IN_PART(1)
+template struct CodedProducts<INT8>;
+#endif
+#if IN_PART(2)
+template struct CodedProducts<FP8>;
+#endif
+#if IN_PART(3)
+template struct CodedProducts<INT4>;
+#endif
+#if IN_PART(4)
+template struct CodedProducts<NF4>;
+#endif
+#if IN_PART(5)
+template struct CodedProducts<FP6>;
+#endif
+#if IN_PART(6)
+template struct CodedProducts<FP5>;
+#endif
+
 }  // namespace rwkv
 
+#if IN_PART(0)
 using namespace rwkv;
 
 extern "C" int rwkv_lora_down(const void* mixed, const void* lora_down, void* hidden, int num_tokens, int width, int rank_w,
@@ -568,11 +640,7 @@ RWKV_EXPORT int rwkv_quant_gemv(const void* x, const void* values, const void* s
     all.num_tokens = num_tokens;
     add_coded(all, format, x, values, scales, out, problems, rows, width, out_stride, activation);
     return with_format(format, [&](auto chosen) -> int {
-        constexpr int FORMAT = decltype(chosen)::value;
-        if (!streams(FORMAT, scales, width)) return start_few<FORMAT>(all, mask, overlap, stream);
-        Maps maps{};
-        if (const int error = describe<FORMAT>(maps, values, scales, problems * rows, width, nullptr, 0)) return error;
-        return (num_tokens <= 8 ? start_stream<FORMAT, 1> : start_stream<FORMAT, 2>)(all, all.tiles, mask, maps, blocks, overlap, stream);
+        return CodedProducts<decltype(chosen)::value>::gemv(all, values, scales, mask, problems * rows, width, blocks, overlap, stream);
     });
 }
 
@@ -584,20 +652,19 @@ RWKV_EXPORT int rwkv_quant_project(const void* mixed, const void* values, const 
     Products all;
     all.num_tokens = num_tokens;
     add_coded(all, format, mixed, values, scales, rkv, 3, width, width, width, NONE);
-    const int coded = all.tiles;
-    return with_format(format, [&](auto chosen) -> int {
-        constexpr int FORMAT = decltype(chosen)::value;
-        if (!streams(FORMAT, scales, width)) {
-            const int error = rwkv_lora_down(mixed, lora_down, hidden, num_tokens, width, rank_w, rank_a, rank_v, rank_g, 0, 1, 1,
-                                             overlap, stream);
-            return error ? error : start_few<FORMAT>(all, nullptr, overlap, stream);
-        }
+    const int coded = all.tiles, together = streams(format, scales, width);
+    if (!together) {
+        const int error = rwkv_lora_down(mixed, lora_down, hidden, num_tokens, width, rank_w, rank_a, rank_v, rank_g, 0, 1, 1, overlap,
+                                         stream);
+        if (error) return error;
+    } else {
         add_lora_down(all, static_cast<const __half*>(mixed), static_cast<const __half*>(lora_down), static_cast<__half*>(hidden),
                       width, {rank_w, rank_a, rank_v, rank_g}, ROWS);
-        Maps maps{};
-        const int rank = rank_w + rank_a + rank_v + rank_g;
-        if (const int error = describe<FORMAT>(maps, values, scales, 3 * width, width, lora_down, rank)) return error;
-        return (num_tokens <= 8 ? start_stream<FORMAT, 1> : start_stream<FORMAT, 2>)(all, coded, nullptr, maps, blocks, overlap, stream);
+    }
+    return with_format(format, [&](auto chosen) -> int {
+        using Coded = CodedProducts<decltype(chosen)::value>;
+        if (!together) return Coded::gemv(all, values, scales, nullptr, 3 * width, width, blocks, overlap, stream);
+        return Coded::project(all, coded, values, scales, lora_down, 3 * width, width, blocks, overlap, stream);
     });
 }
 
@@ -624,12 +691,7 @@ RWKV_EXPORT int rwkv_quant_inputs(const void* mixed, const void* values, const v
     add_lora_up(pairs.lora_up, pairs.hidden, static_cast<const __half*>(lora_up), {w0, a0, v0}, {w_raw, a, v_mix, gate}, width, ranks,
                 PAIR_ROWS);
     return with_format(format, [&](auto chosen) -> int {
-        constexpr int FORMAT = decltype(chosen)::value;
-        if constexpr (upper_bytes(FORMAT, BLOCK) > 0) return cudaErrorNotSupported;
-        else {
-            Maps maps{};
-            if (const int error = describe<FORMAT>(maps, values, scales, 3 * width, width, nullptr, 0)) return error;
-            return (num_tokens <= 8 ? start_beside<FORMAT, 1> : start_beside<FORMAT, 2>)(all, maps, pairs, blocks, overlap, stream);
-        }
+        return CodedProducts<decltype(chosen)::value>::inputs(all, pairs, values, scales, 3 * width, width, blocks, overlap, stream);
     });
 }
+#endif

@@ -79,7 +79,7 @@ __device__ __forceinline__ void stage_hits(const R& row, int num_hits, float bou
 }
 
 // Bring what is staged together, in the order of the columns, with weights; a warp's work. Sets sh.num_listed.
-__device__ __noinline__ void list_staged(int num_hits, const Softmax softmax) {
+inline __device__ __noinline__ void list_staged(int num_hits, const Softmax softmax) {
     Shared& sh = shared();
     const int lane = threadIdx.x % LANES, per = (num_hits + LANES - 1) / LANES, room = STAGED / 2 / num_hits;
     const int begin = lane * per, end = min(begin + per, num_hits);
@@ -100,7 +100,7 @@ __device__ __noinline__ void list_staged(int num_hits, const Softmax softmax) {
 }
 
 // For each on the list the masses and numbers of those at least as large and of those larger; a block's work.
-__device__ __noinline__ void rank_list() {
+inline __device__ __noinline__ void rank_list() {
     Shared& sh = shared();
     const int n = sh.num_listed;
     for (int i = threadIdx.x; i < n; i += num_threads()) {

@@ -48,7 +48,7 @@ __device__ __forceinline__ void block_scan(float (&v)[3], float (&all)[3], const
 
 // From histograms of `size` blocks: the buckets between which theta is, for all of them. Buckets hold all columns between
 // scale.high and the lowest; masses of buckets are only bounded.
-__device__ __noinline__ void bound_window(const Softmax softmax, const Scale scale, float k, float p, int num_above,
+inline __device__ __noinline__ void bound_window(const Softmax softmax, const Scale scale, float k, float p, int num_above,
                                           float mass_above, bool guessed, int size) {
     Shared& sh = shared();
     const int t = threadIdx.x;
@@ -101,7 +101,7 @@ __device__ __noinline__ void bound_window(const Softmax softmax, const Scale sca
 }
 
 // From a sample's histogram: the values between which theta is almost surely. `mass` is that of all columns from `lowest` on.
-__device__ __noinline__ void guess_window(const Softmax softmax, const Scale scale, float k, float p, float mass, float lowest) {
+inline __device__ __noinline__ void guess_window(const Softmax softmax, const Scale scale, float k, float p, float mass, float lowest) {
     Shared& sh = shared();
     const int t = threadIdx.x;
     constexpr int EACH = BUCKETS / SCANNERS;

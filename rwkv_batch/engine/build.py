@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +42,6 @@ from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.adapted.ops import AdaptedKernelOps
 from rwkv_batch.kernels.autotune import IN_PLACE_ROWS, Autotuner
-from rwkv_batch.kernels.compiler import KernelError
 from rwkv_batch.kernels.hip.ops import AdaptedHipOps, HipOps
 from rwkv_batch.kernels.launch import Launcher
 from rwkv_batch.kernels.ops import KernelOps
@@ -99,7 +99,7 @@ def build_engine_loop(
     store = open_store(config, store_path) if config.state_db or config.state_url else None
     dtype = choose_dtype(config, device)
     tensors, name, stored = read_model(config)
-    library = find_kernels(config, device, architecture_of(tensors, name))
+    kernels = find_kernels(config, device, architecture_of(tensors, name))
     quant = choose_quant(config, name, stored)
     check_quant(quant, device)
     adapters = adapter_file.read_all(config.adapter or "")
@@ -109,11 +109,11 @@ def build_engine_loop(
         tune_cpu(config.threads or (1 if few else max(1, usable_cpus() // config.num_engines)))
     tokenizer = for_vocab(shape.vocab_size)
     on_cpu = device.type == "cpu"
-    pipeline = Pipeline.of(config, shape, dtype, quant, library)
+    pipeline = Pipeline.of(config, shape, dtype, quant, kernels)
     num_stages, pieces = (1, 1) if pipeline is None else (len(pipeline.devices), pipeline.pieces)
     budget = config.prefill_budget or (CPU_PREFILL if on_cpu else GPU_PREFILL) // pieces
-    wkv_dtype = choose_wkv_dtype(config, library)
-    plan = partial(plan_memory, dtype=dtype, wkv_dtype=wkv_dtype, budget=None if library is None else budget, quant=quant)
+    wkv_dtype = choose_wkv_dtype(config, kernels)
+    plan = partial(plan_memory, dtype=dtype, wkv_dtype=wkv_dtype, budget=None if kernels is None else budget, quant=quant)
     memory = plan(config, shape, device) if pipeline is None else pipeline.plan(plan)
     spread = Spread.of(config, device, shape, quant)
     memory = memory if spread is None else spread.plan(memory)
@@ -132,6 +132,11 @@ def build_engine_loop(
     weights = read(tensors, device=device) if spread is None else spread.load(tensors, read)
     for line in weights_module.iter_summary(weights):
         log.info("%s", line)
+    library = None if kernels is None else kernels.result()
+    if kernels is not None and library is None:  # what was planned for them does not hold
+        del weights
+        torch.cuda.empty_cache()
+        return build_engine_loop(replace(config, ops="reference"), deliver, store_path)
     build = build_engine if pipeline is None else partial(pipeline.build_engine, wkv_dtype=wkv_dtype)
     engine = build(config, weights, num_slots + num_spare, num_spare=num_spare, max_tokens=budget, library=library)
     scheduler = Scheduler(
@@ -306,8 +311,8 @@ def plan_memory(
     return MemoryPlan(device, shape, dtype, wkv_dtype, buffers, sampling_bytes(shape, config.max_logit_bias), quant)
 
 
-def find_kernels(config: Config, device: torch.device, architecture: str = NEWEST) -> ctypes.CDLL | None:
-    """Return the kernels for `device`, built if need be; None = reference ops. UsageError when they are asked for in vain."""
+def find_kernels(config: Config, device: torch.device, architecture: str = NEWEST) -> compiler.Building | None:
+    """Have the kernels for `device` built, if need be; None = reference ops. UsageError when they are asked for in vain."""
     if architecture != NEWEST:
         if config.compile or config.ops in ("compile", "kernels"):
             param = "compile" if config.compile else "ops"
@@ -323,13 +328,7 @@ def find_kernels(config: Config, device: torch.device, architecture: str = NEWES
         if config.ops == "kernels":
             raise UsageError("--ops kernels: runs in fp16, without --compile", param="ops")
         return None
-    try:
-        return compiler.library(device.index or 0)
-    except KernelError as error:
-        if config.ops == "kernels":
-            raise UsageError(f"--ops kernels: {error.message}", param="ops") from None
-        log.error("WITHOUT KERNELS, many times slower: %s", error.message)
-        return None
+    return compiler.Building.begin(device.index or 0, required=config.ops == "kernels")
 
 
 def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -360,7 +359,7 @@ def check_quant(quant: Quantisation, device: torch.device) -> None:
         raise UsageError(f"--quant {quant.format}: {card} cannot run it; it can run {', '.join(runs) or 'none'}", param="quant")
 
 
-def choose_wkv_dtype(config: Config, library: ctypes.CDLL | None) -> torch.dtype:
+def choose_wkv_dtype(config: Config, library: ctypes.CDLL | compiler.Building | None) -> torch.dtype:
     """Return the type of the recurrent state."""
     if config.wkv_state != "auto":
         return DTYPES[config.wkv_state]

@@ -21,9 +21,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rwkv_batch.errors import RwkvBatchError, UsageError
 from rwkv_batch.shipped import folder
@@ -33,6 +35,8 @@ log = logging.getLogger("rwkv_batch.engine")
 CACHE_VARIABLE = "RWKV_BATCH_KERNEL_CACHE"  # folder of built libraries; default: rwkv_batch in the user's cache folder
 ARCH_VARIABLE = "RWKV_BATCH_KERNEL_ARCH"  # an older architecture to build for; default: the card's own
 LEAST = (8, 0)  # compute capability that the sources compile for
+PARTS = re.compile(r"^// parts: (\d+)$", re.MULTILINE)  # see cuda/parts.cuh
+INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 INSTALL_CUDA = "install the CUDA toolkit, or: pip install -r requirements-cuda.txt"
 
 
@@ -80,6 +84,15 @@ class Toolchain:
         """The files to compile."""
         return sorted(self.folder.rglob(f"*{self.suffix}"))
 
+    def units(self) -> list["Unit"]:
+        """What is compiled side by side, by a guess the longest first: parts of sources, then sources by the size of all they
+        include."""
+        found = []
+        for source in self.sources():
+            parts = PARTS.search(source.read_text())
+            found += [Unit(source, number) for number in (range(int(parts[1])) if parts else [None])]
+        return sorted(found, key=lambda unit: (not unit.part, -_extent(unit.source)))
+
     def digest(self, arch: str) -> str:
         """Hash of everything the library depends on."""
         digest = hashlib.sha256()
@@ -91,6 +104,33 @@ class Toolchain:
                 if file.is_file():
                     digest.update(file.relative_to(top.parent).as_posix().encode() + b"\0" + file.read_bytes())
         return digest.hexdigest()[:16]
+
+
+class Unit(NamedTuple):
+    """A source, or the part of it with a number: see cuda/parts.cuh."""
+
+    source: Path
+    part: int | None
+
+    @property
+    def name(self) -> str:
+        """What its object is called."""
+        return self.source.stem if self.part is None else f"{self.source.stem}-{self.part}"
+
+    @property
+    def flags(self) -> str:
+        """What tells the compiler which part it is."""
+        return "" if self.part is None else f"-DCOMPILED_PART={self.part}"
+
+
+def _extent(source: Path) -> int:
+    """Return the bytes of a source and all headers of ours that it includes."""
+    seen, new = set(), {source.resolve()}
+    while new:
+        seen |= new
+        included = {(file.parent / name).resolve() for file in new for name in INCLUDE.findall(file.read_text())}
+        new = {file for file in included - seen if file.exists()}
+    return sum(file.stat().st_size for file in seen)
 
 
 def find_nvcc() -> str:
@@ -141,10 +181,60 @@ def _name(built: tuple[int, int]) -> str:
 @functools.cache
 def library(index: int = 0) -> ctypes.CDLL:
     """Return the library for GPU `index`, building it if it is not cached; KernelError when that fails."""
+    return _load(build(_toolchain(), arch_of_device(index)))
+
+
+class Building:
+    """The library for a GPU, which a thread builds, or finds in the cache, while its maker does something else.
+
+    required  whether UsageError is raised where there can be none, instead of saying so in the log
+    """
+
+    def __init__(self, index: int, *, required: bool = False):
+        self._toolchain, self._arch, self._required = _toolchain(), arch_of_device(index), required
+        self._built: Path | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="kernels", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def begin(cls, index: int, *, required: bool) -> "Building | None":
+        """Begin to build; None when there is no compiler."""
+        try:
+            return cls(index, required=required)
+        except KernelError as error:
+            return _without(error, required)
+
+    def result(self) -> ctypes.CDLL | None:
+        """Wait for it; None when it cannot be built."""
+        self._thread.join()
+        try:
+            if self._error is not None:
+                raise self._error
+            return _load(self._built)
+        except KernelError as error:
+            return _without(error, self._required)
+
+    def _run(self) -> None:
+        try:
+            self._built = build(self._toolchain, self._arch)
+        except Exception as error:  # for who waits
+            self._error = error
+
+
+def _without(error: KernelError, required: bool) -> None:
+    if required:
+        raise UsageError(f"--ops kernels: {error.message}", param="ops") from None
+    log.error("WITHOUT KERNELS, many times slower: %s", error.message)
+
+
+def _toolchain() -> Toolchain:
     import torch
 
-    toolchain = Toolchain.hip() if torch.version.hip else Toolchain.cuda()
-    built = build(toolchain, arch_of_device(index))
+    return Toolchain.hip() if torch.version.hip else Toolchain.cuda()
+
+
+def _load(built: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(built))
     except OSError as error:
@@ -181,7 +271,7 @@ def build(toolchain: Toolchain, arch: str, cache: Path | None = None) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             started = time.monotonic()
-            log.info("building the %s kernels for %s with %s, once (about a minute)", toolchain.name, arch, toolchain.compiler)
+            log.info("building the %s kernels for %s with %s, once", toolchain.name, arch, toolchain.compiler)
             with tempfile.TemporaryDirectory(dir=cache) as folder:
                 [built] = _ninja(toolchain, [arch], Path(folder))
                 os.replace(built, target)
@@ -205,12 +295,12 @@ def _ninja(toolchain: Toolchain, archs: list[str], folder: Path) -> list[Path]:
     lines = []
     for arch in archs:
         call = " ".join([toolchain.compiler, *toolchain.flags, *toolchain.arch_flags(arch)])
-        objects = {f"{arch}-{source.stem}.o": source for source in toolchain.sources()}
+        units = toolchain.units()
         lines += [
-            f"rule compile-{arch}\n  command = {call} {language}-c $in -o $out",
+            f"rule compile-{arch}\n  command = {call} $part {language}-c $in -o $out",
             f"rule link-{arch}\n  command = {call} {' '.join(toolchain.link_flags())} -shared $in -o $out",
-            *(f"build {name}: compile-{arch} {source}" for name, source in objects.items()),
-            f"build {arch}.so: link-{arch} {' '.join(objects)}",
+            *(f"build {arch}-{unit.name}.o: compile-{arch} {unit.source}\n  part = {unit.flags}" for unit in units),
+            f"build {arch}.so: link-{arch} {' '.join(f'{arch}-{unit.name}.o' for unit in units)}",
         ]
     (folder / "build.ninja").write_text("\n".join(lines) + "\n")
     result = subprocess.run([ninja, "-C", folder], capture_output=True, text=True, env=_environment(toolchain))

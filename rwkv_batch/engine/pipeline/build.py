@@ -58,7 +58,7 @@ class Pipeline:
 
     @classmethod
     def of(
-        cls, config: Config, shape: Shape, dtype: torch.dtype, quant: Quantisation, library: ctypes.CDLL | None
+        cls, config: Config, shape: Shape, dtype: torch.dtype, quant: Quantisation, library: compiler.Building | None
     ) -> "Pipeline | None":
         """Return how a model is spread over the devices of the settings, None = not at all; UsageError where it cannot be.
 
