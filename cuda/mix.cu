@@ -306,6 +306,8 @@ __global__ void __launch_bounds__(MAX_THREADS) add_norm_kernel(
 }
 
 static bool fits(int width) { return width > 0 && width % 64 == 0 && width <= MAX_WIDTH; }
+// Blocks that share a row: one where they could not tell each other of their parts. No result depends on it.
+static int together(int parts) { return HAS_CLUSTERS ? parts : 1; }
 static bool splits(int width, int parts) { return parts == 1 || (parts > 1 && parts <= 8 && width % (parts * SPAN) == 0); }
 // Threads for `columns` columns, in whole warps.
 static int threads(int columns) { return (columns / EACH + LANES - 1) / LANES * LANES; }
@@ -352,6 +354,7 @@ RWKV_EXPORT int rwkv_embed(const int64_t* ids, const int64_t* slots, const __hal
 RWKV_EXPORT int rwkv_add_norm_mix_decode(float* x, const __half* y, const float* weight, const float* bias, const float* mix,
         __half* shift, const int64_t* slots, __half* out, int rows, int width, int planes, int parts, int inputs_ready, int overlap,
         cudaStream_t stream) {
+    parts = rwkv::together(parts);
     if (!rwkv::fits(width) || !rwkv::splits(width, parts)) return cudaErrorInvalidValue;
     switch (planes) {
         case 6:
@@ -366,6 +369,7 @@ RWKV_EXPORT int rwkv_add_norm_mix_decode(float* x, const __half* y, const float*
 RWKV_EXPORT int rwkv_add_norm_mix_prefill(float* x, const __half* y, const float* weight, const float* bias, const float* mix,
         __half* shift, const int32_t* previous_slot, const int32_t* last_index, const int64_t* slots, __half* normed, __half* out,
         int tokens, int rows, int width, int planes, int run, int parts, int overlap, cudaStream_t stream) {
+    parts = rwkv::together(parts);
     if (!rwkv::fits(width) || run < 1 || !rwkv::splits(width, parts)) return cudaErrorInvalidValue;
     switch (planes) {
         case 6:

@@ -18,11 +18,12 @@ from rwkv_batch.errors import UsageError
 from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.hip.ops import AdaptedHipOps, HipOps
 from rwkv_batch.kernels.launch import Launcher
+from rwkv_batch.kernels.mix import Mix
 from rwkv_batch.kernels.quant.dequantise import Dequantiser
 from rwkv_batch.kernels.quant.matrix import QuantMatrix
 from rwkv_batch.model import quantized, reference_ops
 from rwkv_batch.model.adapters.bank import AdapterBank
-from rwkv_batch.model.packed_rows import PackedRows
+from rwkv_batch.model.packed_rows import PackedRows, RowLayout
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weight import Weight
@@ -88,6 +89,33 @@ def test_the_forward_pass(launcher, monkeypatch):
     for lengths in ([1, 1], [17, 1, 2]):
         for one, other in zip(*(self_check._run(model, lengths, HALF) for model in (expecting, tested)), strict=True):
             assert float((one - other).norm()) <= 2e-2 * float(one.norm())
+
+
+@pytest.mark.parametrize("launcher", orders("64"), indirect=True)
+def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(launcher):
+    """However its tokens are dealt out, and where blocks asked to share a row cannot meet."""
+    launcher.use_current_stream()
+    mixer, generator, lengths, slots, width = Mix(launcher), torch.Generator().manual_seed(0), [5, 1, 3], [2, 0, 3], 512
+
+    def randn(*dims: int) -> torch.Tensor:
+        return torch.randn(*dims, generator=generator)
+
+    layer = (randn(width), randn(width), torch.rand(6, width, generator=generator))
+    x, y, shift = randn(9, width), randn(9, width).half(), randn(4, width).half()
+    one_by_one, expected = shift.clone(), torch.empty(6, 9, width, dtype=HALF)
+    first = 0
+    for length, slot in zip(lengths, slots, strict=True):
+        for t in range(first, first + length):
+            out = torch.empty(6, 1, width, dtype=HALF)
+            mixer.add_norm_mix_decode(x[t : t + 1].clone(), y[t : t + 1], *layer, one_by_one, torch.tensor([slot]), out)
+            expected[:, t] = out[:, 0]
+        first += length
+    rows = RowLayout.of(slots, lengths, torch.device("cpu"))
+    for run, parts in ((None, None), (1, 1), (2, 2)):
+        out, after = torch.empty_like(expected), shift.clone()
+        mixer.add_norm_mix_prefill(x.clone(), y, *layer, after, rows, torch.empty_like(y), out, run=run, parts=parts)
+        assert torch.equal(out, expected)
+        assert torch.equal(after, one_by_one)
 
 
 @long

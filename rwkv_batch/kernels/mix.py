@@ -109,7 +109,7 @@ class Mix:
         """x [B, C] fp32 += y [B, C]; out[k] = lerp(layer norm of x, shift[slots], mix[k]); shift[slots] = layer norm of x.
 
         y may be None; weight, bias [C] fp32; mix [K, C] fp32, K = 6 or 1; shift [S, C]; slots [B] int64; out [K, B, C].
-        parts         blocks a row is spread over, by default what is fast; results do not depend on it
+        parts         blocks a row is spread over, by default what is fast, one without clusters; results do not depend on it
         inputs_ready  promises that whatever wrote `shift` and `slots` had ended before the preceding kernel began
         """
         n, c = x.shape
