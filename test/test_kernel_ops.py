@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import kernel_recorder
+import msgspec
 import pytest
 import torch
 from kernel_recorder import make_launcher
 
-from rwkv_batch.kernels import compiler, self_check
+from rwkv_batch.kernels import compiler, measured, self_check
 from rwkv_batch.kernels.autotune import Autotuner
 from rwkv_batch.kernels.linear import MAX_SPARSE
 from rwkv_batch.kernels.ops import KernelOps
@@ -366,6 +368,41 @@ def test_reference_ops_in_the_place_of_kernels_compute_the_same(monkeypatch, len
         )
     for expected, got in zip(*results, strict=True):
         assert (got - expected).norm() <= 1e-2 * expected.norm()
+
+
+def test_what_was_measured_on_such_cards_is_not_timed(monkeypatch, tmp_path):
+    def tuned(folder: str) -> tuple[dict, int]:
+        monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / folder))
+        measured.measured.cache_clear()
+        steps, timed = Steps(monkeypatch, hopper=True), []
+        time = steps.launcher.time
+        monkeypatch.setattr(steps.launcher, "time", lambda run, rounds=4: timed.append(1) or time(run, rounds))
+        Autotuner(steps.ops, steps.decode_step).tune([1, 70])
+        return steps.ops._chosen, len(timed)
+
+    shipped = tmp_path / "shipped"
+    monkeypatch.setattr(measured, "FOLDER", shipped)
+    first, num_timed = tuned("a")
+    assert num_timed > 50
+    found = measured.Measured(sources=compiler.sources_digest())
+    known = msgspec.json.decode((tmp_path / "a" / "variants-no-card.json").read_bytes(), type=dict[str, Variant])
+    digest = "cuda-sm_90a-0123"
+    found.variants = {measured.portable(key.replace("digest", digest), digest): way for key, way in known.items()}
+    assert all(",cuda-sm_90a," in key for key in found.variants)
+    shipped.mkdir()
+    monkeypatch.setattr(kernel_recorder.Library, "_name", "/kernels/cuda-sm_90a-4567.so")  # of another compiler
+    try:
+        for sources, expected in ((found.sources, 0), ("others", num_timed)):
+            found.sources = sources
+            measured.file_of("no card").write_bytes(msgspec.json.encode(found))
+            assert tuned(sources) == (first, expected)
+        some = {key: way for key, way in found.variants.items() if key.startswith("rkv,")}
+        measured.file_of("no card").write_bytes(msgspec.json.encode(measured.Measured(compiler.sources_digest(), some)))
+        assert 0 < tuned("some")[1] < num_timed
+        measured.file_of("no card").write_text("[")
+        assert tuned("broken") == (first, num_timed)
+    finally:
+        measured.measured.cache_clear()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Finds by timing how each product is done for each size of step; what was found is remembered for the card."""
 
+import logging
+import time
 import zlib
 from collections.abc import Callable
 
@@ -9,8 +11,11 @@ import torch
 from rwkv_batch.kernels.card_cache import recall, remember
 from rwkv_batch.kernels.compiler import cache_folder
 from rwkv_batch.kernels.layer_kernels import LayerKernels, MatrixKernels
+from rwkv_batch.kernels.measured import measured, portable
 from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.variants import MASKED, PRODUCTS, Product, Variant
+
+log = logging.getLogger("rwkv_batch.engine")
 
 TIMED_BYTES = 256 * 2**20  # of weights that a timing reads, more than stay in the L2 cache
 IN_PLACE_ROWS = 64  # up to which variants that are nearly as fast alone are compared in whole steps: kernels overlap there
@@ -43,8 +48,9 @@ class Autotuner:
     def tune(self, sizes: list[int]) -> None:
         """Choose for every number of tokens how each product is done."""
         ops, launcher = self.ops, self.ops.launcher
-        file = cache_folder() / f"variants-{torch.cuda.get_device_name(launcher.device).replace(' ', '-')}.json"
-        known = recall(file, dict[str, Variant])
+        card, started, num_timed = torch.cuda.get_device_name(launcher.device), time.monotonic(), 0
+        file = cache_folder() / f"variants-{card.replace(' ', '-')}.json"
+        known, shipped = recall(file, dict[str, Variant]), measured(card).variants
         generator = torch.Generator(device=launcher.device).manual_seed(0)
         for tensor in (ops.buffers.all.mixed, ops.buffers.all.heads):
             tensor.normal_(generator=generator)
@@ -57,8 +63,11 @@ class Autotuner:
                 runs = self._runs(name, size)
                 key = keys[name] = self._key(name, size, list(runs))
                 if known.get(key) not in runs:
+                    known[key] = shipped.get(portable(key, launcher.digest))
+                if known[key] not in runs:
                     times[name] = {variant: launcher.time(run) for variant, run in runs.items()}
                     known[key] = min(times[name], key=times[name].get)
+                    num_timed += 1
                 ops.choose(name, size, known[key])
             if size <= min(IN_PLACE_ROWS, self._max_rows):
                 known |= {keys[name]: variant for name, variant in self._choose_in_place(size, times).items()}
@@ -66,6 +75,8 @@ class Autotuner:
         if ops.many is not None:
             ops.many.save()
         remember(file, known)
+        if num_timed:
+            log.info("tuned the products for this card in %.1f s: %d timed", time.monotonic() - started, num_timed)
 
     def _key(self, name: Product, size: int, offer: list[Variant]) -> str:
         """Return what a choice holds for: the product, the kernels, and the variants that it was made from."""

@@ -99,10 +99,7 @@ class Toolchain:
         version = subprocess.run([self.compiler, "--version"], capture_output=True, text=True, env=_environment(self))
         for part in (self.name, arch, *self.flags, version.stdout):
             digest.update(part.encode() + b"\0")
-        for top in (folder("cuda"), folder("hip")):
-            for file in sorted(top.rglob("*")):
-                if file.is_file():
-                    digest.update(file.relative_to(top.parent).as_posix().encode() + b"\0" + file.read_bytes())
+        _add_sources(digest)
         return digest.hexdigest()[:16]
 
 
@@ -121,6 +118,20 @@ class Unit(NamedTuple):
     def flags(self) -> str:
         """What tells the compiler which part it is."""
         return "" if self.part is None else f"-DCOMPILED_PART={self.part}"
+
+
+def sources_digest() -> str:
+    """Hash of the kernel sources alone."""
+    digest = hashlib.sha256()
+    _add_sources(digest)
+    return digest.hexdigest()[:16]
+
+
+def _add_sources(digest: "hashlib._Hash") -> None:
+    for top in (folder("cuda"), folder("hip")):
+        for file in sorted(top.rglob("*")):
+            if file.is_file():
+                digest.update(file.relative_to(top.parent).as_posix().encode() + b"\0" + file.read_bytes())
 
 
 def _extent(source: Path) -> int:

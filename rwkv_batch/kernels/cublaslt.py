@@ -14,6 +14,7 @@ from torch import Tensor
 from rwkv_batch.kernels.card_cache import recall, remember
 from rwkv_batch.kernels.compiler import cache_folder
 from rwkv_batch.kernels.launch import Launcher, pointer
+from rwkv_batch.kernels.measured import measured
 
 log = logging.getLogger("rwkv_batch.engine")
 
@@ -74,9 +75,10 @@ class MatMul:
         self._products: dict[tuple, Product] = {}
         self._matmul = self._lib.cublasLtMatmul
         self._matmul.argtypes = [ctypes.c_void_p] * 14 + [ctypes.c_size_t, ctypes.c_void_p]
-        name = torch.cuda.get_device_name(launcher.device).replace(" ", "-")
-        self._file = cache_folder() / f"{self.NAME}-{name}-{self._lib.cublasLtGetVersion()}.json"
-        choices = recall(self._file, dict[str, list[int]])
+        card, version = torch.cuda.get_device_name(launcher.device), self._lib.cublasLtGetVersion()
+        self._file = cache_folder() / f"{self.NAME}-{card.replace(' ', '-')}-{version}.json"
+        shipped = measured(card).algorithms.get(f"{self.NAME}-{version}", {})
+        choices = shipped | recall(self._file, dict[str, list[int]])
         self._choices = {shape: words for shape, words in choices.items() if len(words) == len(Algorithm().data)}
 
     def __call__(self, x: Tensor, weight: Tensor, out: Tensor, *, in_out: bool = False) -> None:

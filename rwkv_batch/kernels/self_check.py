@@ -5,6 +5,7 @@ library, so that the check runs once for each build and card; but a check that c
 """
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,7 +107,9 @@ def failing(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None
     known = recall(file, dict[str, list[str]]) if file is not None else {}
     wrong = known.get(key)
     if wrong is None or not {*wrong} <= {*OPS, SAMPLER, FILL, GRAPHS}:
+        started = time.monotonic()
         wrong, broken = _check_all(launcher, wkv_dtype, quant)
+        log.info("checked the kernels against plain torch in %.1f s", time.monotonic() - started)
         if file is not None and not broken:
             remember(file, known | {key: wrong})
         wrong += broken
