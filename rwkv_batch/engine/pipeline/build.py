@@ -117,9 +117,11 @@ class Pipeline:
         max_tokens: int,
         library: ctypes.CDLL | None = None,
         wkv_dtype: torch.dtype = torch.float32,
+        graph_sizes: list[int] | None = None,
     ) -> PipelineEngine:
-        """See `engine.build.build_engine`."""
+        """See `engine.build.build_engine`; `graph_sizes` are of groups."""
         builder = StageBuilder(self, config, weights, num_slots, num_spare, max_tokens, library, wkv_dtype)
+        builder.sizes = graph_sizes or builder.sizes
         stages = builder.stages()
         state = PipelineState(weights.shape, stages)
         last, width, room = stages[-1], weights.shape.width, builder.room
