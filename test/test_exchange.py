@@ -13,6 +13,7 @@ from kernel_recorder import Answer, make_launcher
 from models import random_tensors
 
 from rwkv_batch.config import Config
+from rwkv_batch.engine.prefill_graphs import step_rows
 from rwkv_batch.engine.tensor_parallel import build as tensor_parallel
 from rwkv_batch.errors import EngineFailed, UsageError
 from rwkv_batch.kernels.autotune import Autotuner
@@ -245,7 +246,7 @@ def test_an_engine_on_cards_is_put_together_and_replays_a_graph_of_each(ranks, m
     monkeypatch.setattr(tensor_parallel.self_check, "failing", lambda *args: [])
     monkeypatch.setattr(tensor_parallel.compiler, "own_library", lambda index, number: library)
     monkeypatch.setattr(Launcher, "time", lambda self, run, rounds=4: (self.use_current_stream(), run(), 1.0)[2])
-    monkeypatch.setattr("rwkv_batch.engine.tensor_parallel.decode.Staging", lambda length, device: Sends())
+    monkeypatch.setattr("rwkv_batch.engine.tensor_parallel.graphs.Staging", lambda length, device: Sends())
     for name, value in {
         "CUDAGraph": Graph, "graph": lambda graph, **options: nullcontext(), "synchronize": lambda device=None: None,
         "graph_pool_handle": lambda: None,
@@ -256,13 +257,23 @@ def test_an_engine_on_cards_is_put_together_and_replays_a_graph_of_each(ranks, m
     )
     assert engine.model.ops_name == f"kernels on {count} cards"
     notes = [note[0] for note in recorder.take() if note[0].startswith("rwkv_exchange")]
-    assert notes.count("rwkv_exchange_begin") == notes.count("rwkv_exchange_join") == count * 2 * 2, "each size twice"
-    assert notes.count("rwkv_exchange_sum") == count * 2 * 2 * 4
+    steps = count * 2 * (2 + 3)  # each size of decode and prefill steps twice
+    assert notes.count("rwkv_exchange_begin") == notes.count("rwkv_exchange_join") == steps
+    assert notes.count("rwkv_exchange_sum") == steps * 4
     (sampled, logits) = engine.graphs.replay([4, 1, 3], 2)
     assert (len(sampled.ids), logits.shape[0], len(set(replays))) == (2, 3, count)
-    assert engine.graphs._drawn_slots.tolist() == [4, 1, -1, -1, -1, -1]
-    assert all(rank.slots.tolist() == [4, 1, 3, -1, -1, -1] for rank in engine.graphs._ranks)
+    assert engine.graphs._drawn_slots.of[0].tolist() == [4, 1, -1, -1, -1, -1]
+    assert all(slots.tolist() == [4, 1, 3, -1, -1, -1] for slots in engine.graphs._slots.of)
     assert engine.state.elapsed == [0, 1, 0, 1, 1, 0]
+    assert engine.prefills.sizes == [16, 32, 64]
+    assert engine.prefills.fits(64, 1)
+    assert not engine.prefills.fits(65, 1)
+    engine.prefills.replay([2], [[5, 6, 7]], 1)
+    for inputs in engine.prefills._inputs.of:
+        tokens, rows, sampled = step_rows(inputs, 16, 1)
+        assert (tokens.tolist()[:4], rows.slot_tensor.tolist(), sampled.tolist()) == ([5, 6, 7, 0], [2], [2])
+    assert engine.state.elapsed[2] == 3
+    assert engine.sampler.launched[1] == [-1], "slot 0 is not sampled while graphs are captured"
     engine._exchange._trouble[0] = torch.tensor([3, 0, 2, 5])
     with pytest.raises(EngineFailed, match="waited in vain for the ids of a step of rank 1"), engine._told():
         raise RuntimeError("CUDA error")

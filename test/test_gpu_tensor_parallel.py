@@ -136,6 +136,9 @@ def test_two_cards_say_what_one_says(name):
         engine.sampler.start_many([*range(slots)], [SamplingParams(temperature=0, ignore_eos=True)] * slots, [0] * slots)
         logits.append([engine.model.forward(prompts, rows, engine.state).float().clone()])
         engine.state.put_many([*range(1, 5)], engine.state.take(0))
+        logits[-1].append(
+            engine.prefills.replay([7, 8], [prompts[:70].tolist(), prompts[70:79].tolist()], 2)[1].float().clone()
+        )
         for step in range(40):
             used = [[0], [0, 5, 9], [*range(slots)]][step % 3]
             forced = torch.arange(slots, device="cuda") * 7 + step + 1

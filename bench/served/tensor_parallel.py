@@ -34,7 +34,8 @@ from rwkv_batch.model.quantized import PLAIN
 from rwkv_batch.model.tensor_parallel.on_device import current
 from sampling.params import SamplingParams
 
-PROMPT, STEPS, PREFILL = 256, 16, 1024  # tokens, decode steps that are compared, tokens of the prompt that is timed
+PROMPT, STEPS = 256, 16  # tokens and decode steps that are compared
+CAPTURED_PROMPTS, LONG_PROMPT = (64, 512), 2048  # tokens of prompts that are timed
 WARM_UP, SUM_REPLAYS = 10, 50
 
 
@@ -81,7 +82,7 @@ def engine_on(count: int, tensors: dict[str, torch.Tensor], name: str, rows: lis
     else:
         weights = Spread.of(config, device, weights_module.shape_of(tensors, name), PLAIN).load(dict(tensors), read)
     library = compiler.library()
-    engine = build.build_engine(config, weights, rows[-1], max_tokens=PREFILL, library=library, graph_sizes=rows)
+    engine = build.build_engine(config, weights, rows[-1], max_tokens=LONG_PROMPT, library=library, graph_sizes=rows)
     params = SamplingParams(temperature=1.0, top_k=50, top_p=0.6, ignore_eos=True)
     engine.sampler.start_many(list(range(rows[-1])), [params] * rows[-1], list(range(rows[-1])))
     return engine
@@ -94,9 +95,12 @@ def steps(engine: Engine, rows: list[int], iters: int) -> dict[str, float]:
         slots = list(range(count))
         found[f"step_ms_{count}"] = median_ms(lambda slots=slots: engine.graphs.replay(slots), iters)
         found[f"tok_s_{count}"] = count / found[f"step_ms_{count}"] * 1e3
-    tokens = torch.randint(1, 60000, (PREFILL,), device=engine.device)
-    prompt = PackedRows([0], [PREFILL], engine.device)
-    found[f"prefill_ms_{PREFILL}"] = median_ms(lambda: engine.model.forward(tokens, prompt, engine.state), 10)
+    tokens = torch.randint(1, 60000, (LONG_PROMPT,), device=engine.device)
+    rows_of_long = PackedRows([0], [LONG_PROMPT], engine.device)
+    found[f"prefill_ms_{LONG_PROMPT}"] = median_ms(lambda: engine.model.forward(tokens, rows_of_long, engine.state), 10)
+    for length in CAPTURED_PROMPTS:
+        prompt = tokens[:length].tolist()
+        found[f"prefill_ms_{length}"] = median_ms(lambda prompt=prompt: engine.prefills.replay([0], [prompt], 1), 10)
     return found
 
 

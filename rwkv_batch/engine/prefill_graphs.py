@@ -41,7 +41,7 @@ class PrefillGraphs:
         self.rows = [rows for rows in ROWS if rows <= state.num_slots]
         self.num_replays = 0
         self._long = [size for size in LONG if size <= max_tokens]
-        device, length = model.weights.device, _length(max([0, *self.sizes, *self._long]), self.rows[-1])
+        device, length = model.weights.device, inputs_length(max([0, *self.sizes, *self._long]), self.rows[-1])
         self._inputs = torch.zeros(length, dtype=torch.int64, device=device)
         self._staging = Staging(length, device)
         self._ids = torch.zeros(self.rows[-1], dtype=torch.int64, device=device)
@@ -77,7 +77,7 @@ class PrefillGraphs:
 
     def _capture(self, num_tokens: int, num_rows: int, stream: torch.cuda.Stream, pool: tuple[int, int]) -> float:
         """Capture the step, fed one row of all its tokens; return the milliseconds that the host takes to launch it."""
-        row = _inputs([0], [[0] * num_tokens], 0, num_tokens, num_rows, len(self._inputs))
+        row = step_inputs([0], [[0] * num_tokens], 0, num_tokens, num_rows, len(self._inputs))
         self._inputs.copy_(torch.tensor(row))
         stream.wait_stream(torch.cuda.current_stream(self._inputs.device))
         with torch.cuda.stream(stream):
@@ -94,11 +94,7 @@ class PrefillGraphs:
         return launching * 1e3
 
     def _step(self, num_tokens: int, num_rows: int) -> Tensor:
-        tokens, slots, sampled, last, small = self._inputs[: _length(num_tokens, num_rows)].split(
-            [num_tokens, num_rows, num_rows, num_rows, num_rows + 1 + num_tokens]
-        )
-        starts, previous_slot = small.int().split([num_rows + 1, num_tokens])
-        rows = CapturedRows.prefill(RowLayout(slots, starts, last.int(), previous_slot), last)
+        tokens, rows, sampled = step_rows(self._inputs, num_tokens, num_rows)
         logits = self.model.forward(tokens, rows, self.state)
         self.sampler.launch(logits, sampled, out_ids=self._ids[:num_rows], out_finite=self._finite[:num_rows])
         return logits
@@ -115,8 +111,8 @@ class PrefillGraphs:
         lengths = [len(prompt) for prompt in prompts]
         num_tokens = self.sizes[bisect.bisect_left(self.sizes, sum(lengths))]
         num_rows = self.rows[bisect.bisect_left(self.rows, len(slots))]
-        length = _length(num_tokens, num_rows)
-        self._staging.send(_inputs(slots, prompts, num_sampled, num_tokens, num_rows, length), self._inputs)
+        length = inputs_length(num_tokens, num_rows)
+        self._staging.send(step_inputs(slots, prompts, num_sampled, num_tokens, num_rows, length), self._inputs)
         self._graphs[num_tokens, num_rows].replay()
         self.state.advance(slots, lengths)
         self.num_replays += 1
@@ -124,11 +120,21 @@ class PrefillGraphs:
         return Sampled(self._ids[:num_sampled], self._finite[:num_sampled]), logits[:num_sampled]
 
 
-def _length(num_tokens: int, num_rows: int) -> int:
+def step_rows(inputs: Tensor, num_tokens: int, num_rows: int) -> tuple[Tensor, CapturedRows, Tensor]:
+    """Return the tokens, the rows and the slots to sample of a captured step that is fed `step_inputs` at a fixed place."""
+    tokens, slots, sampled, last, small = inputs[: inputs_length(num_tokens, num_rows)].split(
+        [num_tokens, num_rows, num_rows, num_rows, num_rows + 1 + num_tokens]
+    )
+    starts, previous_slot = small.int().split([num_rows + 1, num_tokens])
+    return tokens, CapturedRows.prefill(RowLayout(slots, starts, last.int(), previous_slot), last), sampled
+
+
+def inputs_length(num_tokens: int, num_rows: int) -> int:
+    """Return how long `step_inputs` are."""
     return 2 * num_tokens + 4 * num_rows + 1
 
 
-def _inputs(
+def step_inputs(
     slots: Sequence[int], prompts: Sequence[Sequence[int]], num_sampled: int, num_tokens: int, num_rows: int, length: int
 ) -> list[int]:
     """Return tokens, slots, slots to sample, last positions, starts, and where each token's predecessor is, filled up."""

@@ -12,8 +12,8 @@ import torch
 from rwkv_batch.config import Config
 from rwkv_batch.engine.decode_graphs import buckets_for
 from rwkv_batch.engine.engine import Engine, Step, Token
-from rwkv_batch.engine.memory import MemoryPlan
-from rwkv_batch.engine.tensor_parallel.decode import ShardedDecodeGraphs
+from rwkv_batch.engine.memory import MemoryPlan, free_memory
+from rwkv_batch.engine.tensor_parallel.graphs import ShardedDecodeGraphs, ShardedPrefillGraphs, prefill_sizes
 from rwkv_batch.errors import UsageError
 from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.autotune import IN_PLACE_ROWS, Autotuner
@@ -43,6 +43,8 @@ LONGEST_WAIT = 120.0  # seconds for a step, where the watchdog does not say; ran
 @dataclass(frozen=True)
 class ShardPlan(MemoryPlan):
     """What rank 0 needs, which has the whole states of sessions beside its shard of the model; others need less.
+
+    The device is the one on which the least is free.
 
     whole  the model's shape
     """
@@ -84,7 +86,8 @@ class Spread:
     def plan(self, memory: MemoryPlan) -> MemoryPlan:
         """Return what rank 0 needs instead of a device that has all."""
         values = {field.name: getattr(memory, field.name) for field in fields(MemoryPlan)}
-        return ShardPlan(**values | {"shape": shard_shape(self.shape, len(self.devices))}, whole=self.shape)
+        values |= {"shape": shard_shape(self.shape, len(self.devices)), "device": min(self.devices, key=free_memory)}
+        return ShardPlan(**values, whole=self.shape)
 
     def load(self, tensors: dict[str, torch.Tensor], read: Callable[..., Weights]) -> ShardedWeights:
         """Return the weights of all ranks. `read`: `from_tensors` but for the tensors, the device and the shard."""
@@ -100,8 +103,15 @@ class Spread:
 class ShardedEngine(Engine):
     """An engine over several cards, which says what a card has waited for when it ends for that."""
 
-    def __init__(self, model: ShardedModel, sampler: GraphSampler, state: ShardedState, graphs: ShardedDecodeGraphs):
-        super().__init__(model, sampler, state, graphs)
+    def __init__(
+        self,
+        model: ShardedModel,
+        sampler: GraphSampler,
+        state: ShardedState,
+        graphs: ShardedDecodeGraphs,
+        prefills: ShardedPrefillGraphs | None,
+    ):
+        super().__init__(model, sampler, state, graphs, prefills)
         self._exchange = graphs.exchange
 
     def submit(self, plan: Plan) -> Step:
@@ -172,7 +182,8 @@ def _on_cards(
             states.append(State(own.shape, num_slots, **dtypes, device=launcher.device, fill=fill))
             ranks.append(Rank(own, ShardOps(own, launcher, **limits)))
             if len(ranks) == 1:  # the others' products begin with what was found for rank 0's
-                _tune(ranks[0], states[0], sizes, len(own.embedding))
+                prompts = [] if config.batch_invariant else prefill_sizes(max_tokens)
+                _tune(ranks[0], states[0], sorted({*sizes, *prompts}), len(own.embedding))
             else:
                 ranks[-1].ops.take_choices(ranks[0].ops)
     sampler = make_sampler(
@@ -194,9 +205,13 @@ def _on_cards(
     model = ShardedModel(weights, ranks, exchange, ops_name=f"kernels on {len(ranks)} cards")
     graphs = ShardedDecodeGraphs(model, exchange, sampler, state, sizes)
     graphs.capture()
+    prefills = None
+    if not config.batch_invariant:
+        prefills = ShardedPrefillGraphs(model, exchange, sampler, state, max_tokens=max_tokens)
+        prefills.capture()
     state.last_ids.zero_()
     state.clear(range(num_slots))
-    return ShardedEngine(model, sampler, state, graphs)
+    return ShardedEngine(model, sampler, state, graphs, prefills)
 
 
 def _tune(rank: Rank, state: State, sizes: list[int], vocab_size: int) -> None:

@@ -101,6 +101,10 @@ class ShardedModel:
             of = None if logits_of is None else logits_of.to(rank.device)
             running.append(rank.steps(tokens.to(rank.device), own_rows, own, of))
         self.exchange.begin()
+        return self.drive(running)
+
+    def drive(self, running: Sequence[Iterator[Tensor]]) -> Tensor:
+        """Take the steps of all ranks to their end, each a piece at a time, and return the logits."""
         for _ in range(self.ranks[0].num_sums):
             self.exchange.add(self._go_on(running))
         return self.exchange.join(self._go_on(running))
