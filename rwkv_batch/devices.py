@@ -74,7 +74,12 @@ def card_environ(device: str, environ: Mapping[str, str]) -> dict[str, str]:
     if VISIBLE in environ:
         visible = split(environ[VISIBLE])
         return {VISIBLE: ",".join(visible[int(card)] for card in device.split(","))}
-    return {VISIBLE: device, "CUDA_DEVICE_ORDER": environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
+    return {VISIBLE: device, **card_order(environ)}
+
+
+def card_order(environ: Mapping[str, str]) -> dict[str, str]:
+    """What an engine's environment says of all cards, so that they are numbered as nvidia-smi does."""
+    return {"CUDA_DEVICE_ORDER": environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
 
 
 def cpus_near(device: str, environ: Mapping[str, str], root: Path = Path("/")) -> set[int]:

@@ -89,6 +89,13 @@ def test_several_engines_that_keep_sessions_in_a_file_have_a_store():
         assert not resolved(devices="cpu,cpu", **more).has_store
 
 
+def test_cards_of_a_pipeline_are_numbered_as_others(tmp_path):
+    [engine] = engines_of(resolved(pp_devices="0,1"), tmp_path, {})
+    assert engine.environ == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    [engine] = engines_of(resolved(device="cuda:1"), tmp_path, {})
+    assert engine.environ == {}
+
+
 def test_devices_stand_in_the_place_of_a_device():
     for more in ({"device": "cuda:1"}, {"pp_devices": "0"}):
         with pytest.raises(UsageError, match="--devices"):

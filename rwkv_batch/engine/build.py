@@ -110,6 +110,8 @@ def build_engine_loop(
     tokenizer = for_vocab(shape.vocab_size)
     on_cpu = device.type == "cpu"
     pipeline = Pipeline.of(config, shape, dtype, quant, kernels)
+    for place in pipeline.devices if pipeline is not None else ():
+        check_quant(quant, place)
     num_stages, pieces = (1, 1) if pipeline is None else (len(pipeline.devices), pipeline.pieces)
     budget = config.prefill_budget or (CPU_PREFILL if on_cpu else GPU_PREFILL) // pieces
     wkv_dtype = choose_wkv_dtype(config, kernels)

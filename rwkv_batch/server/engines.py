@@ -55,8 +55,14 @@ def engines_of(config: Config, folder: Path, environ: Mapping[str, str] = os.env
     """The engines that the settings ask for: one on each of --devices, or one on --device."""
     given = config.engine_devices
     if not given:
-        return [SupervisedEngine(Seat(address=address_in(folder, 0)), config)]
+        return [engine_of_all(0, config, folder, environ)]
     return [engine_on(device, index, config, folder, environ) for index, device in enumerate(given)]
+
+
+def engine_of_all(index: int, config: Config, folder: Path, environ: Mapping[str, str] = os.environ) -> SupervisedEngine:
+    """An engine that chooses among all devices: it runs on --device, or in stages on --pp-devices."""
+    order = devices.card_order(environ) if config.pipeline_devices else {}
+    return SupervisedEngine(Seat(index=index, address=address_in(folder, index)), config, order)
 
 
 def engine_on(
@@ -86,4 +92,4 @@ def engine_in(place: int, index: int, config: Config, server: Config, folder: Pa
     """An engine of a further model, with the model's settings, where the one of that place of the server's own model is."""
     if server.engine_devices:
         return engine_on(server.engine_devices[place], index, config, folder)
-    return SupervisedEngine(Seat(index=index, address=address_in(folder, index)), config)
+    return engine_of_all(index, config, folder)
