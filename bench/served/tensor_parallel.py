@@ -5,7 +5,8 @@
 
 "step" is a captured decode step with its sampling, replayed as the engine does, in milliseconds (median); "sum" what adding up
 so many rows over the cards takes in a graph of sums alone, in microseconds; "cosine" the logits of a prompt and of decode steps
-behind it beside those of one card; "equal" whether all ranks have the same residual stream, bit for bit.
+behind it beside those of one card; "equal" whether all ranks have the same residual stream, bit for bit. With --prompts short
+prompts run from graphs, as in a server; their tuning takes longer than all else.
 """
 
 import argparse
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="7.2b")
     parser.add_argument("--tp", default="1,2")
     parser.add_argument("--rows", default="1,64,320")
+    parser.add_argument("--prompts", action="store_true", help="time captured prefills too")
     parser.add_argument("--iters", type=int, default=100)
     parser.add_argument("--out", help="write the figures to this file")
     args = parser.parse_args()
@@ -52,7 +54,7 @@ def main() -> None:
     judge, found = None, []
     for count in map(int, args.tp.split(",")):
         started = time.monotonic()
-        engine = engine_on(count, tensors, args.size, rows)
+        engine = engine_on(count, tensors, args, rows)
         line = {"tp": count, "start_seconds": time.monotonic() - started, **steps(engine, rows, args.iters)}
         logits = compared(engine, rows[-1])
         if judge is None:
@@ -73,14 +75,14 @@ def main() -> None:
             Path(args.out).write_text(json.dumps(about | {"torch": torch.__version__, "rows": found}, indent=1) + "\n")
 
 
-def engine_on(count: int, tensors: dict[str, torch.Tensor], name: str, rows: list[int]) -> Engine:
+def engine_on(count: int, tensors: dict[str, torch.Tensor], args: argparse.Namespace, rows: list[int]) -> Engine:
     """Return the engine on so many cards."""
-    read = partial(weights_module.from_tensors, name=name, dtype=torch.float16, progress=False)
-    config, device = Config(ops="kernels", tp=count), torch.device("cuda", 0)
+    read = partial(weights_module.from_tensors, name=args.size, dtype=torch.float16, progress=False)
+    config, device = Config(ops="kernels", tp=count, batch_invariant=not args.prompts), torch.device("cuda", 0)
     if count == 1:
         weights = read(dict(tensors), device=device)
     else:
-        weights = Spread.of(config, device, weights_module.shape_of(tensors, name), PLAIN).load(dict(tensors), read)
+        weights = Spread.of(config, device, weights_module.shape_of(tensors, args.size), PLAIN).load(dict(tensors), read)
     library = compiler.library()
     engine = build.build_engine(config, weights, rows[-1], max_tokens=LONG_PROMPT, library=library, graph_sizes=rows)
     params = SamplingParams(temperature=1.0, top_k=50, top_p=0.6, ignore_eos=True)
@@ -98,7 +100,7 @@ def steps(engine: Engine, rows: list[int], iters: int) -> dict[str, float]:
     tokens = torch.randint(1, 60000, (LONG_PROMPT,), device=engine.device)
     rows_of_long = PackedRows([0], [LONG_PROMPT], engine.device)
     found[f"prefill_ms_{LONG_PROMPT}"] = median_ms(lambda: engine.model.forward(tokens, rows_of_long, engine.state), 10)
-    for length in CAPTURED_PROMPTS:
+    for length in CAPTURED_PROMPTS if engine.prefills is not None else ():
         prompt = tokens[:length].tolist()
         found[f"prefill_ms_{length}"] = median_ms(lambda prompt=prompt: engine.prefills.replay([0], [prompt], 1), 10)
     return found
