@@ -113,7 +113,7 @@ except RuntimeError:
 def engine_over(name: str, count: int, slots: int, sizes: list[int], *, prompts: bool, max_tokens: int = 1024) -> Engine:
     """The model of `test_gpu_engine` over so many cards; `prompts`: prefills run from graphs too, which take long to make."""
     tensors, device = tensors_of(name), torch.device("cuda", 0)
-    config = Config(ops="kernels", wkv_state="fp16", tp=count, batch_invariant=not prompts)
+    config = Config(ops="kernels", wkv_state="fp16", tp=count, batch_invariant=not prompts, watchdog_seconds=20)
     read = partial(weights_module.from_tensors, dtype=HALF, progress=False)
     spread = Spread.of(config, device, weights_module.shape_of(tensors, name), PLAIN)
     weights = read(tensors, device=device) if spread is None else spread.load(tensors, read)

@@ -78,7 +78,10 @@ def main() -> None:
 def engine_on(count: int, tensors: dict[str, torch.Tensor], args: argparse.Namespace, rows: list[int]) -> Engine:
     """Return the engine on so many cards."""
     read = partial(weights_module.from_tensors, name=args.size, dtype=torch.float16, progress=False)
-    config, device = Config(ops="kernels", tp=count, batch_invariant=not args.prompts), torch.device("cuda", 0)
+    config, device = (
+        Config(ops="kernels", tp=count, batch_invariant=not args.prompts, watchdog_seconds=20),
+        torch.device("cuda", 0),
+    )
     if count == 1:
         weights = read(dict(tensors), device=device)
     else:
