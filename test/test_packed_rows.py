@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rwkv_batch.engine.prefill_graphs import _inputs
+from rwkv_batch.engine.prefill_graphs import step_inputs
 from rwkv_batch.model.packed_rows import CHUNK, CONTINUES, NO_SLOT, CapturedRows, PackedRows, RowLayout
 
 
@@ -44,7 +44,7 @@ def test_chunks_hold_every_token_of_long_rows_once(lengths):
 def test_what_a_captured_step_is_fed_says_the_same():
     """But for what fills it up: tokens that belong to no row, rows without a slot."""
     slots, prompts = [5, 2], [[11, 12, 13], [14]]
-    tokens, rest = torch.tensor(_inputs(slots, prompts, 1, 6, 3, 2 * 6 + 4 * 3 + 1)).split([6, 19])
+    tokens, rest = torch.tensor(step_inputs(slots, prompts, 1, 6, 3, 2 * 6 + 4 * 3 + 1)).split([6, 19])
     row_slots, _, last, cu_seqlens, previous = rest.split([3, 3, 3, 4, 6])
     rows, layout = PackedRows(slots, [3, 1]), RowLayout(row_slots, cu_seqlens, last.int(), previous)
     captured = CapturedRows.prefill(layout, last)
