@@ -11,7 +11,7 @@ import random_schemas
 import torch
 from jsonschema import Draft202012Validator, FormatChecker
 from models import TINY, random_tensors
-from test_worker import GREEDY, Harness
+from test_worker import GREEDY, Harness, in_stages
 
 from rwkv_batch.engine.engine import Engine
 from rwkv_batch.engine.row_output import RowOutput
@@ -53,11 +53,14 @@ def with_end(vocab: int) -> Weights:
 class GrammarHarness(Harness):
     """The same with grammars."""
 
-    def __init__(self, *, vocab=256, slots=8, late=False):
+    def __init__(self, *, vocab=256, slots=8, late=False, stages=1):
         super().__init__(vocab=vocab, slots=slots)
-        self.scheduler = Scheduler(num_slots=slots, prefill_budget=256, mixed=not late, late_draws=late)
+        mixed = not late and stages == 1
+        self.scheduler = Scheduler(num_slots=slots, prefill_budget=256, mixed=mixed, late_draws=late, num_groups=stages)
         weights = with_end(vocab)
         self.engine = Engine(Model(weights), ReferenceSampler(slots, weights.output_ids), State(weights.shape, slots))
+        if stages > 1:
+            self.engine = in_stages(weights, slots, 256, stages)
         grammars = Grammars(self.tokenizer, weights.output_ids.tolist())
         self.worker = type(self.worker)(
             self.engine, self.scheduler, self.tokenizer, self.deliver, sessions=self.sessions, grammars=grammars

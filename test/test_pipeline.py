@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import SHAPES, TINY, random_tensors, random_weights
+from rwkv6_models import random_tensors6
+from test_grammar_masks import PERSON, GrammarHarness
 from test_mixed_states import PROMPT, Mixed
 from test_sessions import SessionHarness
 from test_worker import GREEDY, Harness
@@ -24,12 +26,14 @@ from rwkv_batch.engine.pipeline.split import Cost, estimated, split
 from rwkv_batch.engine.pipeline.state import StagedSnapshot
 from rwkv_batch.errors import UsageError
 from rwkv_batch.model import weights as weights_module
+from rwkv_batch.model.quantized import PLAIN
 from rwkv_batch.model.state import Snapshot
 from rwkv_batch.model.tensor_reader import TensorReader
 from rwkv_batch.model.weights import ModelShape
 from rwkv_batch.request import Request
 from rwkv_batch.scheduling.prefix_cache import PrefixCache
 from rwkv_batch.session_messages import Export, Fork, Import
+from rwkv_batch.text.grammar import of_schema
 from sampling.params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -163,6 +167,17 @@ def test_prefixes_are_shared():
     plain.submit("r", [prompt], max_tokens=8)
     plain.run()
     assert harness.texts["a"][0] == plain.texts["r"][0]
+
+
+def test_rows_with_a_grammar_beside_rows_without():
+    """They sit out steps until their masks are made, and say what they say on one device; the others too."""
+    texts = []
+    for stages in (1, 2):
+        harness = GrammarHarness(stages=stages)
+        harness.submit("plain", [[5, 6], [7, 8, 9]], sampling=SEEDED, max_tokens=25)
+        texts.append((*harness.say(of_schema(PERSON, "response_format"), copies=3), harness.texts["plain"]))
+    assert texts[0][1] == ["stop"] * 3
+    assert texts[0] == texts[1]
 
 
 def test_tuned_states_and_their_mixes(tmp_path):
@@ -306,6 +321,13 @@ def test_what_a_pipeline_does_not_do_is_refused_by_name(fields, param):
     with pytest.raises(UsageError) as refused:
         Config(**fields).resolved()
     assert refused.value.param == param
+
+
+def test_another_architecture_is_refused():
+    shape = weights_module.check_tensors(random_tensors6(), "six")
+    with pytest.raises(UsageError, match="RWKV-7") as refused:
+        Pipeline.of(Config(pp_devices="cpu,cpu"), shape, torch.float32, PLAIN, None)
+    assert refused.value.param == "pp_devices"
 
 
 def test_a_server_of_stages_is_put_together_from_settings(tmp_path):

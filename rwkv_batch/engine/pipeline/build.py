@@ -129,16 +129,17 @@ class Pipeline:
         hops = [Hop(a.device, b.device, room, width, values) for a, b in pairwise(stages)]
         relay = IdRelay(last.state.last_ids, stages[0].state.last_ids, 2 * (len(stages) + 2))
         model = PipelineModel(weights, stages, hops, relay)
-        if last.graphs is None:
-            return PipelineEngine(model, builder.sampler, state)
-        costs.measure(self.shape, self.quant, stages, estimated(self.shape, self.dtype, self.quant))
+        if last.graphs is not None:
+            costs.measure(self.shape, self.quant, stages, estimated(self.shape, self.dtype, self.quant))
         state.clear(range(num_slots))
         for stage in stages:
             with stage.active():
                 stage.state.last_ids.zero_()
-            torch.cuda.synchronize(stage.device)
+            if stage.stream is not None:
+                torch.cuda.synchronize(stage.device)
+        graphs = None if last.graphs is None else PipelineGraphs(model)
         prefills = None if last.prefills is None else PipelinePrefills(model)
-        return PipelineEngine(model, builder.sampler, state, PipelineGraphs(model), prefills)
+        return PipelineEngine(model, builder.sampler, state, graphs, prefills)
 
 
 def device_of(name: str) -> torch.device:
