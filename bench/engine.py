@@ -91,7 +91,12 @@ class Bench:
         tokens = max([count * length for count, length in prefills] + [slots])
         config = Config(ops="kernels", wkv_state=args.wkv_state)
         self.engine = build.build_engine(
-            config, weights, slots, max_tokens=tokens, library=compiler.library(), graph_sizes=batches or [slots]
+            config,
+            weights,
+            slots,
+            max_tokens=tokens,
+            library=compiler.library(quant=bool(quant.format)),
+            graph_sizes=batches or [slots],
         )
         self.model, self.state = self.engine.model, self.engine.state
         self.name = " ".join(part for part in (name, quant.format, args.arch) if part)

@@ -197,7 +197,7 @@ def test_a_budget_in_milliseconds_takes_the_place_of_one_in_tokens(tiny_checkpoi
 def test_kernels_that_fail_to_build_while_weights_load_leave_plain_torch(tiny_checkpoint, tmp_path, monkeypatch):
     asked = []
 
-    def find_kernels(config, device, architecture):
+    def find_kernels(config, device, architecture, quant):
         asked.append(config.ops)
         return SimpleNamespace(result=lambda: None) if config.ops != "reference" else None
 

@@ -43,7 +43,9 @@ def exchange_of(count: int, *, num_sums: int, patience: float = 20.0) -> KernelE
     """Ranks with nothing but sums."""
     library, devices = compiler.library(), cards(count)
     connect(library, devices)
-    launchers = [Launcher(compiler.own_library(d.index, rank) if rank else library, d) for rank, d in enumerate(devices)]
+    launchers = [
+        Launcher(compiler.own_library(d.index, rank, library) if rank else library, d) for rank, d in enumerate(devices)
+    ]
     parts = [torch.zeros(MOST, WIDTH, dtype=HALF, device=device) for device in devices]
     columns = [slice(8 * rank, 8 * rank + 8) for rank in range(count)]
     found = KernelExchange(launchers, parts, columns, num_sums=num_sums, max_rows=16, patience=patience)

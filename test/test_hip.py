@@ -291,7 +291,7 @@ def test_an_amd_card_gets_the_kernels_that_hipcc_builds(card, launcher, monkeypa
     monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(compiler.shutil, "which", lambda name: "/bin/true" if name == "hipcc" else None)
 
-    def built(toolchain: compiler.Toolchain, arch: str) -> Path:
+    def built(toolchain: compiler.Toolchain, arch: str, quant: bool) -> Path:
         asked.append((toolchain.name, arch))
         return Path(card.library._name)
 

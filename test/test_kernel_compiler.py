@@ -104,10 +104,17 @@ def test_every_part_of_a_source_is_a_unit_and_the_longest_come_first(toolchain):
     assert all(first[: sum(map(bool, first))])
 
 
+def test_a_plain_model_waits_for_no_kernels_of_quantised_ones(toolchain):
+    plain, every = ({unit.name for unit in toolchain.units(quant=quant)} for quant in (False, True))
+    assert every - plain >= {"quant_gemv-1", "dequantise", "quant_rows", "quant_gemm_fp8"}
+    assert plain >= {"gemv", "grouped", "sparse_ffn", "sampling-2", "state"}
+    assert toolchain.digest("sm_90a", quant=False) != toolchain.digest("sm_90a")
+
+
 def test_kernels_are_built_beside_whatever_goes_on(toolchain, monkeypatch, caplog):
     begun, go_on = threading.Event(), threading.Event()
 
-    def build(chain, arch):
+    def build(chain, arch, quant):
         begun.set()
         assert go_on.wait(10)
         raise compiler.KernelError(f"not for {arch}")
@@ -117,7 +124,7 @@ def test_kernels_are_built_beside_whatever_goes_on(toolchain, monkeypatch, caplo
     monkeypatch.setattr(compiler, "build", build)
     for required in (False, True):
         begun.clear(), go_on.clear()
-        building = compiler.Building.begin(0, required=required)
+        building = compiler.Building.begin(0, quant=False, required=required)
         assert begun.wait(10)
         go_on.set()
         if required:

@@ -193,6 +193,20 @@ def test_steps_differ(monkeypatch):
     assert len({steps.decode(n) for n in DECODE}) == len(DECODE)
 
 
+def test_plain_models_ask_for_no_kernel_of_quantised_ones(monkeypatch):
+    """Their library may have none. What is bound in a constructor must be there."""
+    named = set()
+    launcher, _ = make_launcher(monkeypatch)
+    find = kernel_recorder.Library.__getattr__
+    monkeypatch.setattr(kernel_recorder.Library, "__getattr__", lambda self, name: named.add(name) or find(self, name))
+    for quant in ("", "int8"):
+        named.clear()
+        launcher.library = kernel_recorder.Library(launcher.library._recorder, hopper=True)
+        KernelOps(self_check.random_weights(torch.device("cpu"), quant=quant), launcher, max_tokens=16, max_rows=16)
+        assert any("quant" in name or name == "rwkv_turn_over" for name in named) == bool(quant)
+        assert "rwkv_gemv" in named
+
+
 def test_what_was_tuned_is_remembered(monkeypatch, tmp_path):
     monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path))
     found, timed = [], []

@@ -99,8 +99,8 @@ def build_engine_loop(
     store = open_store(config, store_path) if config.state_db or config.state_url else None
     dtype = choose_dtype(config, device)
     tensors, name, stored = read_model(config)
-    kernels = find_kernels(config, device, architecture_of(tensors, name))
     quant = choose_quant(config, name, stored)
+    kernels = find_kernels(config, device, architecture_of(tensors, name), quant=bool(quant.format))
     check_quant(quant, device)
     adapters = adapter_file.read_all(config.adapter or "")
     shape = weights_module.check_tensors(tensors, name, stored, quant)
@@ -313,8 +313,13 @@ def plan_memory(
     return MemoryPlan(device, shape, dtype, wkv_dtype, buffers, sampling_bytes(shape, config.max_logit_bias), quant)
 
 
-def find_kernels(config: Config, device: torch.device, architecture: str = NEWEST) -> compiler.Building | None:
-    """Have the kernels for `device` built, if need be; None = reference ops. UsageError when they are asked for in vain."""
+def find_kernels(
+    config: Config, device: torch.device, architecture: str = NEWEST, *, quant: bool = True
+) -> compiler.Building | None:
+    """Have the kernels for `device` built, if need be; None = reference ops. UsageError when they are asked for in vain.
+
+    quant  whether the model is quantised
+    """
     if architecture != NEWEST:
         if config.compile or config.ops in ("compile", "kernels"):
             param = "compile" if config.compile else "ops"
@@ -330,7 +335,7 @@ def find_kernels(config: Config, device: torch.device, architecture: str = NEWES
         if config.ops == "kernels":
             raise UsageError("--ops kernels: runs in fp16, without --compile", param="ops")
         return None
-    return compiler.Building.begin(device.index or 0, required=config.ops == "kernels")
+    return compiler.Building.begin(device.index or 0, quant=quant, required=config.ops == "kernels")
 
 
 def choose_dtype(config: Config, device: torch.device) -> torch.dtype:

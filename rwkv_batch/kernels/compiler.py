@@ -84,20 +84,25 @@ class Toolchain:
         """The files to compile."""
         return sorted(self.folder.rglob(f"*{self.suffix}"))
 
-    def units(self) -> list["Unit"]:
+    def units(self, *, quant: bool = True) -> list["Unit"]:
         """What is compiled side by side, by a guess the longest first: parts of sources, then sources by the size of all they
-        include."""
+        include.
+
+        quant  whether quantised models are to run too; without, it is half the work with nvcc
+        """
         found = []
         for source in self.sources():
+            if self.name == "cuda" and not quant and "quant" in source.relative_to(self.folder).as_posix():
+                continue
             parts = PARTS.search(source.read_text())
             found += [Unit(source, number) for number in (range(int(parts[1])) if parts else [None])]
         return sorted(found, key=lambda unit: (not unit.part, -_extent(unit.source)))
 
-    def digest(self, arch: str) -> str:
-        """Hash of everything the library depends on."""
+    def digest(self, arch: str, *, quant: bool = True) -> str:
+        """Hash of everything the library depends on; `quant` as of `units`."""
         digest = hashlib.sha256()
         version = subprocess.run([self.compiler, "--version"], capture_output=True, text=True, env=_environment(self))
-        for part in (self.name, arch, *self.flags, version.stdout):
+        for part in (self.name, arch, *self.flags, version.stdout, *([] if quant else ["plain"])):
             digest.update(part.encode() + b"\0")
         _add_sources(digest)
         return digest.hexdigest()[:16]
@@ -190,29 +195,33 @@ def _name(built: tuple[int, int]) -> str:
 
 
 @functools.cache
-def library(index: int = 0) -> ctypes.CDLL:
-    """Return the library for GPU `index`, building it if it is not cached; KernelError when that fails."""
-    return _load(build(_toolchain(), arch_of_device(index)))
+def library(index: int = 0, *, quant: bool = True) -> ctypes.CDLL:
+    """Return the library for GPU `index`, building it if it is not cached; KernelError when that fails.
+
+    quant  whether quantised models are to run too
+    """
+    return _load(build(_toolchain(), arch_of_device(index), quant=quant))
 
 
 class Building:
     """The library for a GPU, which a thread builds, or finds in the cache, while its maker does something else.
 
+    quant     whether quantised models are to run too
     required  whether UsageError is raised where there can be none, instead of saying so in the log
     """
 
-    def __init__(self, index: int, *, required: bool = False):
-        self._toolchain, self._arch, self._required = _toolchain(), arch_of_device(index), required
+    def __init__(self, index: int, *, quant: bool, required: bool = False):
+        self._toolchain, self._arch, self._quant, self._required = _toolchain(), arch_of_device(index), quant, required
         self._built: Path | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kernels", daemon=True)
         self._thread.start()
 
     @classmethod
-    def begin(cls, index: int, *, required: bool) -> "Building | None":
+    def begin(cls, index: int, *, quant: bool, required: bool) -> "Building | None":
         """Begin to build; None when there is no compiler."""
         try:
-            return cls(index, required=required)
+            return cls(index, quant=quant, required=required)
         except KernelError as error:
             return _without(error, required)
 
@@ -228,7 +237,7 @@ class Building:
 
     def _run(self) -> None:
         try:
-            self._built = build(self._toolchain, self._arch)
+            self._built = build(self._toolchain, self._arch, quant=self._quant)
         except Exception as error:  # for who waits
             self._error = error
 
@@ -253,12 +262,12 @@ def _load(built: Path) -> ctypes.CDLL:
 
 
 @functools.cache
-def own_library(index: int, number: int) -> ctypes.CDLL:
+def own_library(index: int, number: int, like: ctypes.CDLL) -> ctypes.CDLL:
     """Return the library for GPU `index` once more, for a process that uses several: what it prepares once is of one card.
 
-    It is loaded from copy `number`, since the same file is loaded but once.
+    It is loaded from copy `number`, since the same file is loaded but once. `like`: of the card that comes first.
     """
-    built = Path(library(index)._name)
+    built = Path(library(index, quant=hasattr(like, "rwkv_quant_gemv"))._name)
     copy = built.parent / f"copy-{number}" / built.name
     try:
         if not copy.exists():
@@ -271,10 +280,10 @@ def own_library(index: int, number: int) -> ctypes.CDLL:
         raise KernelError(f"{built} cannot be loaded once more: {error}") from None
 
 
-def build(toolchain: Toolchain, arch: str, cache: Path | None = None) -> Path:
+def build(toolchain: Toolchain, arch: str, cache: Path | None = None, *, quant: bool = True) -> Path:
     """Return the built library, from the cache where it is there. Locks the cache against other processes meanwhile."""
     cache = cache or cache_folder()
-    target = cache / f"{toolchain.name}-{arch}-{toolchain.digest(arch)}.so"
+    target = cache / f"{toolchain.name}-{arch}-{toolchain.digest(arch, quant=quant)}.so"
     if target.exists():
         return target
     cache.mkdir(parents=True, exist_ok=True)
@@ -284,7 +293,7 @@ def build(toolchain: Toolchain, arch: str, cache: Path | None = None) -> Path:
             started = time.monotonic()
             log.info("building the %s kernels for %s with %s, once", toolchain.name, arch, toolchain.compiler)
             with tempfile.TemporaryDirectory(dir=cache) as folder:
-                [built] = _ninja(toolchain, [arch], Path(folder))
+                [built] = _ninja(toolchain, [arch], Path(folder), quant=quant)
                 os.replace(built, target)
             log.info("built in %.0f s: %s", time.monotonic() - started, target)
     return target
@@ -297,7 +306,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rwkv_batch"
 
 
-def _ninja(toolchain: Toolchain, archs: list[str], folder: Path) -> list[Path]:
+def _ninja(toolchain: Toolchain, archs: list[str], folder: Path, *, quant: bool = True) -> list[Path]:
     """Compile all sources side by side and link them; return a library for each architecture."""
     ninja = shutil.which("ninja") or _existing(Path(sys.executable).parent / "ninja")
     if ninja is None:
@@ -306,7 +315,7 @@ def _ninja(toolchain: Toolchain, archs: list[str], folder: Path) -> list[Path]:
     lines = []
     for arch in archs:
         call = " ".join([toolchain.compiler, *toolchain.flags, *toolchain.arch_flags(arch)])
-        units = toolchain.units()
+        units = toolchain.units(quant=quant)
         lines += [
             f"rule compile-{arch}\n  command = {call} $part {language}-c $in -o $out",
             f"rule link-{arch}\n  command = {call} {' '.join(toolchain.link_flags())} -shared $in -o $out",

@@ -151,12 +151,12 @@ class KernelOps:
     def make_products(self, shape: ModelShape, max_tokens: int) -> None:
         """Make ready what multiplies."""
         launcher = self.launcher
-        self.matmul = MatMul(launcher)
-        self.linear = Linear(launcher, pdl=True)
+        self.matmul, self.linear = MatMul(launcher), Linear(launcher, pdl=True)
         # A weight that was made fp16 by the kernel before must not be fetched while that one ends.
         self.gemm = Gemm(launcher, pdl=not self.quant)
-        self.dequantise = Dequantiser(launcher)
-        self.quant_linear = QuantLinear(launcher, pdl=True)
+        if self.quant:  # else the library may lack them
+            self.dequantise = Dequantiser(launcher)
+            self.quant_linear = QuantLinear(launcher, pdl=True)
         self.many = ManyTokens(launcher, self.quant, shape, max_tokens) if ManyTokens.fits(self.quant) else None
 
     def prepare(self, weights: Weights) -> ModelKernels:
