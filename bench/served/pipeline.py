@@ -7,10 +7,12 @@
 
 Random weights of a published shape. Steps are submitted and read as the engine's loop does it. "one" is the whole model on the
 first device with --rows rows, "stages" the pipeline with as many rows for each device; "of DP" is its speed beside that of a
-copy of the model on each card. "prompt" feeds prompts of --prompt tokens one after another to rows that sample once.
+copy of the model on each card. "prompt" feeds prompts of --prompt tokens one after another to rows that sample once. With
+--captured steps of prefill run from graphs where they pay, as in a server; their tuning takes longer than all else.
 """
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=4096, help="tokens of a prompt; 0 = none are fed")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each figure")
     parser.add_argument("--vocab", type=int, default=65536)
+    parser.add_argument("--captured", action="store_true", help="prefill from graphs too")
     parser.add_argument("--only", choices=("one", "stages"), help="default: both")
     parser.add_argument("--out", help="write the figures here")
     args = parser.parse_args()
@@ -70,12 +73,17 @@ def main() -> None:
 
 def measure(devices: list[torch.device], args: argparse.Namespace) -> dict[str, Any]:
     """Figures of the model on these devices."""
+    gc.collect()  # an engine before this one
     began, on_gpu, count = time.monotonic(), devices[0].type == "cuda", len(devices)
+    if on_gpu:
+        torch.cuda.set_device(devices[0])
+        torch.cuda.empty_cache()
     tensors = synth(args.size, vocab=args.vocab, **({"device": "cuda", "place": "cuda"} if on_gpu else {}))
     shape = weights_module.check_tensors(tensors, args.size)
     dtype = torch.float16 if on_gpu else torch.float32
     library = compiler.library(devices[0].index) if on_gpu else None
-    config, slots = Config(ops="kernels" if on_gpu else "reference"), args.rows * count
+    config = Config(ops="kernels" if on_gpu else "reference", batch_invariant=not args.captured)
+    slots = args.rows * count
     budget = 4096 if count == 1 else 4096 // (2 * count)
     sizes = sorted({1, args.rows})
     found: dict[str, Any] = {"synth_s": time.monotonic() - began}
