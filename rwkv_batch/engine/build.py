@@ -25,12 +25,13 @@ from rwkv_batch.engine.memory import (
     LEAST_BYTES,
     LEAST_SESSIONS,
     MIB,
+    UNLIMITED,
     MemoryPlan,
     device_name,
     kept_bytes,
     kernel_bytes,
-    l2_bytes,
     sampling_bytes,
+    session_levels,
 )
 from rwkv_batch.engine.pipeline.build import Pipeline
 from rwkv_batch.engine.pipeline.copies import StagedCopies
@@ -82,7 +83,6 @@ log = logging.getLogger("rwkv_batch.engine")
 CPU_SLOTS, CPU_PREFILL, CPU_BUSY_PREFILL = 64, 256, 64
 GPU_SLOTS, GPU_PREFILL, GPU_BUSY_PREFILL = 320, 4096, 512
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-UNLIMITED = 2**62
 MAX_SESSIONS = 1_048_576
 ONE_THREAD_BYTES = 200 * MIB  # of weights; for less, threads wait for one another longer than they work
 
@@ -206,22 +206,6 @@ def build_pace(config: Config, engine: Engine, budget: int, *, mixed: bool) -> P
         return None
     captured = engine.prefills.sizes if engine.prefills is not None else ()
     return PrefillPace(config.itl_budget_ms, budget=budget, mixed=mixed, captured=captured)
-
-
-def session_levels(config: Config, memory: MemoryPlan, num_slots: int) -> dict[str, int]:
-    """Return how many sessions, and how many bytes of them, are kept on the device (L1) and on the host (L2)."""
-    automatic = {"l1": memory.session_bytes(num_slots), "l2": l2_bytes(memory.device) // config.num_engines}
-    levels = {}
-    for level, num_bytes in automatic.items():
-        sessions, mib = getattr(config, f"{level}_sessions"), getattr(config, f"{level}_mib")
-        levels[f"{level}_sessions"] = UNLIMITED if sessions is None else sessions
-        levels[f"{level}_bytes"] = mib * MIB if mib is not None else num_bytes if sessions is None else UNLIMITED
-    states = [
-        f"{min(levels[f'{level}_sessions'], levels[f'{level}_bytes'] // memory.state):,} in {where} memory"
-        for level, where in (("l1", "device"), ("l2", "host"))
-    ]
-    log.info("states of sessions: %s", ", ".join(states))
-    return levels
 
 
 def open_store(config: Config, store_path: Path | None = None) -> SessionStore:

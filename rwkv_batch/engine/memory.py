@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rwkv_batch.config import MAX_SLOTS
+from rwkv_batch.config import MAX_SLOTS, Config
 from rwkv_batch.errors import NoMemory
 from rwkv_batch.kernels.linear import Lora
 from rwkv_batch.kernels.ops import Buffers
@@ -26,6 +26,7 @@ from sampling.kernel import KernelSampler
 log = logging.getLogger("rwkv_batch.engine")
 
 MIB = 2**20
+UNLIMITED = 2**62
 CHECKPOINTS = 2  # states that a turn of a session holds beside its slot
 STATE_SHARE = 4  # automatic slots take at most this fraction (one in four) of the memory left beside the weights
 SESSION_SHARE = 2  # automatic L1 takes at most one in two of the bytes that nothing else is planned for,
@@ -113,6 +114,22 @@ class MemoryPlan:
         left = free - self.weights - self.buffers - slots * (self.state * (1 + CHECKPOINTS) + self.sampling)
         least = kept_bytes(self.shape, self.wkv_dtype, LEAST_SESSIONS, LEAST_BYTES)
         return least + max(0, left) // SESSION_SHARE
+
+
+def session_levels(config: Config, memory: MemoryPlan, num_slots: int) -> dict[str, int]:
+    """Return how many sessions, and how many bytes of them, are kept on the device (L1) and on the host (L2)."""
+    automatic = {"l1": memory.session_bytes(num_slots), "l2": l2_bytes(memory.device) // config.num_engines}
+    levels = {}
+    for level, num_bytes in automatic.items():
+        sessions, mib = getattr(config, f"{level}_sessions"), getattr(config, f"{level}_mib")
+        levels[f"{level}_sessions"] = UNLIMITED if sessions is None else sessions
+        levels[f"{level}_bytes"] = mib * MIB if mib is not None else num_bytes if sessions is None else UNLIMITED
+    states = [
+        f"{min(levels[f'{level}_sessions'], levels[f'{level}_bytes'] // memory.state):,} in {where} memory"
+        for level, where in (("l1", "device"), ("l2", "host"))
+    ]
+    log.info("states of sessions: %s", ", ".join(states))
+    return levels
 
 
 def l2_bytes(device: torch.device) -> int:
