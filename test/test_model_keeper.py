@@ -84,6 +84,12 @@ def test_what_was_made_for_the_first_model_stays_with_it():
     assert (config.adapter, config.row_adapter, config.state, config.adapter_ranks) == (None, None, None, 8)
 
 
+def test_an_order_may_name_an_adapter_of_its_own():
+    scene = Scene(Config(model_path="/models/first.pth", adapter="a.pth"))
+    scene.load("second", settings={"adapter": "/adapters/b.pth:2"})
+    assert scene.keeper.configs[1].adapter == "/adapters/b.pth:2"
+
+
 def test_a_model_takes_the_place_of_another():
     scene = Scene()
     scene.load("second", settings={"quant": "int8"}, defaults=Defaults(temperature=0.5))

@@ -237,7 +237,7 @@ class ModelKeeper:
             **dict.fromkeys(("adapter", "row_adapter", "state")),  # those of the start belong to its model
         }
         try:
-            config = replace(self.config, **settings, **order.settings)
+            config = replace(self.config, **(settings | order.settings))
         except (UsageError, TypeError) as error:
             raise UsageError(f"model_strategy: {error}", param="model_strategy") from None
         work.coming = [*range(self._next, self._next + self._places)]
