@@ -17,7 +17,8 @@ with contextlib.suppress(ImportError):  # a machine for GPU tests may lack it
 # Each of their tests starts what it needs.
 OWN_SERVERS = (
     "test_live_batch_file", "test_live_checkpoints", "test_live_fuzz", "test_live_load", "test_live_processes",
-    "test_live_models", "test_live_rwkv6", "test_live_session_kills", "test_live_soak", "test_live_tuned",
+    "test_live_models", "test_live_rwkv6", "test_live_rwkv_infer", "test_live_session_kills", "test_live_soak",
+    "test_live_tuned",
 )  # fmt: skip
 
 
