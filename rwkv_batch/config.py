@@ -366,6 +366,11 @@ def check_tp(config: Config, devices: list[str]) -> None:
     if not devices or len(devices) % config.tp:
         had = f"has {len(devices)}" if devices else "is missing"
         raise UsageError(f"--tp {config.tp}: wants --devices with a multiple of {config.tp} cards; it {had}", param="tp")
+    check_beside_tp(config)
+
+
+def check_beside_tp(config: Config) -> None:
+    """Raise UsageError where a model's settings ask for what an engine over several cards does not do."""
     refused = {name: getattr(config, name) for name in ("adapter", "row_adapter", "adapters_dir", "adapter_ranks", "compile")}
     refused |= {"quant": config.quant not in ("auto", "none"), "ops": config.ops == "compile"}
     for name, is_given in refused.items():

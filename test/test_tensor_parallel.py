@@ -222,6 +222,8 @@ def test_models_that_cannot_be_dealt_out_are_refused():
     assert "feed-forward units" in refused(ModelShape(2, 256, 1024 - 32, 256, 32, 32, 32, 32))
     assert "quantised" in refused(fits, Quantisation("int8"))
     assert "RWKV-7" in refused(random_shape6())
+    with pytest.raises(UsageError, match="--adapter: not with --tp 2"):
+        Spread.of(Config(tp=2, adapter="a.pth"), CPU, fits, PLAIN)
 
 
 def random_shape6():

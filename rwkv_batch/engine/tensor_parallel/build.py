@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rwkv_batch.config import Config
+from rwkv_batch.config import Config, check_beside_tp
 from rwkv_batch.engine.decode_graphs import buckets_for
 from rwkv_batch.engine.engine import Engine, Step, Token
 from rwkv_batch.engine.memory import MemoryPlan, free_memory
@@ -69,6 +69,7 @@ class Spread:
         """Return how the settings spread this model, None = not at all; UsageError, with the reason, where that is not done."""
         if config.tp == 1:
             return None
+        check_beside_tp(config)  # of a further model too
         if not isinstance(shape, ModelShape):
             raise UsageError(f"--tp {config.tp}: only models of RWKV-7 run on several cards", param="tp")
         if quant.format:
