@@ -21,16 +21,26 @@ OWN_SERVERS = (
     "test_live_tuned",
 )  # fmt: skip
 
+# They share servers with one another, of which the others use few.
+TOGETHER = ("test_live_deploy", "test_live_devices", "test_live_state", "test_live_wire")
+
+# Seconds go into what all tests of one of these use: compiled sources, databases, models.
+MADE_ONCE = ("test_demo", "test_exchange", "test_hip", "test_shared_sessions", "test_tune")
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Give all tests that share servers to one of several processes, so that each server starts once."""
+    """Give all tests that share servers, or what takes long to make, to one of several processes, so that it is made once."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = Path(nodeid.partition("::")[0])
-            return "shared servers" if file.parent.name == "live" and file.stem not in OWN_SERVERS else nodeid
+            if file.stem in TOGETHER:
+                return "some servers"
+            if file.parent.name == "live" and file.stem not in OWN_SERVERS:
+                return "shared servers"
+            return file.stem if file.stem in MADE_ONCE else nodeid
 
     return Scheduling(config, log)
 
