@@ -9,8 +9,35 @@ from test_turn_log import LogPool
 from rwkv_batch.session_messages import Delete, Fork, Rewind, Status
 from rwkv_batch.sessions.sqlite.database import SessionDatabase
 from rwkv_batch.sessions.sqlite.states import pack_ids
+from rwkv_batch.sessions.store import NewVersion, Replay
 
 IDS = (5, 6, 7)
+
+
+def test_answers_are_kept_for_their_time_but_not_too_many(tmp_path, monkeypatch):
+    """A busy server takes a thousand turns in a second, and a caller may ask again after minutes."""
+    database = SessionDatabase(tmp_path / "s.db", replay_seconds=60.0)
+    now = database.now()
+
+    def write(numbers: range) -> None:
+        replays = {f"s{number}": Replay(f"k{number}", b"digest", b"answer", now + number / 1000) for number in numbers}
+        new = [NewVersion("", name, 1, 1, 0, None, 1.0, [(name, one)], ids=[1], model="m") for name, one in replays.items()]
+        database.write(new)
+
+    def kept(number: int) -> bool:
+        return database.replay("", f"s{number}", f"k{number}") is not None
+
+    write(range(1100))
+    assert all(kept(number) for number in range(1100))
+    monkeypatch.setattr("rwkv_batch.sessions.sqlite.database.MAX_REPLAYS", 500)
+    write(range(1100, 2100))
+    assert not kept(1599)
+    assert kept(1600)
+    monkeypatch.setattr(database, "now", lambda: now + 61.9)
+    write(range(2100, 2101))
+    assert not kept(1899)
+    assert kept(1901)
+    database.close()
 
 
 def fill(path: Path, count: int) -> None:

@@ -178,6 +178,7 @@ def disturb(server: ServerProcess, name: str, *, sessions: int, kills: int, seed
     async def run() -> list[float]:
         restarts = await kill_rounds(server, clients, kills, rng)
         await compare(server, clients)
+        await everybody(client.take_turn() for client in clients)  # of all answers only the last thousand are kept
         return restarts
 
     restarts = asyncio.run(run())

@@ -10,6 +10,7 @@ import json
 import os
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -37,7 +38,8 @@ from rwkv_batch.sessions.sqlite.states import (
 from rwkv_batch.sessions.sqlite.steady import NotAsKnown, SteadyTurns
 from rwkv_batch.sessions.store import NewVersion, Record, Replay, Source, SourceLost
 
-MAX_REPLAYS = 1000  # answers kept for their idempotency keys, in each namespace
+MAX_REPLAYS = 100_000  # answers kept for their idempotency keys, in each namespace,
+REPLAYS_BETWEEN = 1000  # and how many are added until that is looked at
 FORGET_AT_ONCE = 8  # old responses: a few at a time, lest a turn wait for all of them
 
 
@@ -78,6 +80,7 @@ class SessionDatabase(SessionCatalog):
         self.versions = versions
         self.max_responses = max_responses
         self._to_clear = False
+        self._num_replays: Counter[str] = Counter()  # by namespace, since it was looked whether they are too many
         self.writer = 0
         self._drafts: dict[int, Draft] = {}
         self._steady = SteadyTurns(versions)
@@ -133,6 +136,8 @@ class SessionDatabase(SessionCatalog):
             for new in versions:
                 for name, replay in new.replays:
                     self._add_replay(connection, new.namespace, name, replay)
+            for namespace in {new.namespace for new in versions if new.replays}:
+                self._forget_replays(connection, namespace)
             for namespace in {new.namespace for new in versions if new.response}:
                 add_spare(connection, self._forget_responses(connection, namespace, max(FORGET_AT_ONCE, len(versions))))
         if not any(new.response for new in versions):  # else some may be forgotten already
@@ -323,9 +328,16 @@ class SessionDatabase(SessionCatalog):
         digest, answer = (sealed(self.file.sealer, value, place) for value in (replay.digest, replay.answer))
         values = (namespace, name, replay.key, digest, answer, replay.created)
         connection.execute("INSERT OR REPLACE INTO kept_replays VALUES (?, ?, ?, ?, ?, ?, ?)", (*values, checksum_of(*values)))
-        oldest = connection.execute(
-            "SELECT created FROM kept_replays WHERE namespace = ? ORDER BY created DESC LIMIT 1 OFFSET ?",
-            (namespace, MAX_REPLAYS),
-        ).fetchone()
-        limit = max(replay.created - self.replay_seconds, oldest[0] if oldest else 0.0)
+        self._num_replays[namespace] += 1
+
+    def _forget_replays(self, connection: sqlite3.Connection, namespace: str) -> None:
+        """Answers that are old go, and now and then the oldest of those that are too many."""
+        limit = self.now() - self.replay_seconds
+        if self._num_replays[namespace] >= REPLAYS_BETWEEN:
+            self._num_replays[namespace] = 0
+            oldest = connection.execute(
+                "SELECT created FROM kept_replays WHERE namespace = ? ORDER BY created DESC LIMIT 1 OFFSET ?",
+                (namespace, MAX_REPLAYS),
+            ).fetchone()
+            limit = max(limit, oldest[0] if oldest else 0.0)
         connection.execute("DELETE FROM kept_replays WHERE namespace = ? AND created <= ?", (namespace, limit))
