@@ -1,4 +1,4 @@
-// The kernels of cuda/wkv.cu for AMD GPUs, in HIP's words.
+// The kernels of cuda/wkv/wkv.cu for AMD GPUs, in HIP's words.
 #include "compat.h"
 
-#include "../cuda/wkv.cu"
+#include "../cuda/wkv/wkv.cu"

@@ -1,4 +1,4 @@
-"""Calls of cuda/mix.cu and cuda/wkv.cu: embedding, residual sum, layer norm, token shift, and the wkv recurrence.
+"""Calls of cuda/mix.cu and cuda/wkv/wkv.cu: embedding, residual sum, layer norm, token shift, and the wkv recurrence.
 
 Shapes: N tokens of B rows packed one after another, width C (a multiple of 64, at most 4096), H = C / 64 heads, S slots. In a
 decode step every row is one token (N = B) and belongs to its own slot; slot -1 is padding: such a row touches no state and its

@@ -1,7 +1,7 @@
 // What the forms of the wkv recurrence share: their inputs and a token's decay.
 #pragma once
 
-#include "launch.cuh"
+#include "../launch.cuh"
 
 namespace rwkv {
 
