@@ -66,6 +66,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a CUDA device")
 
 
+@pytest.fixture(scope="session")
+def card(tmp_path_factory):
+    """The emulated card, whose kernels take a while to compile."""
+    import emulated_card
+
+    return emulated_card.build(tmp_path_factory.mktemp("card"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """The models are tiny, and threads that wait for one another crawl when something else uses a core."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated_card import Card, build, launcher_for
+from emulated_card import Card, launcher_for
 
 from rwkv_batch.config import Config
 from rwkv_batch.engine import build as engine_build
@@ -35,11 +35,6 @@ HALF = torch.float16
 # Lanes of a wavefront, and whether those that can go on do so backwards.
 ORDERS = {"64": (64, False), "64 backwards": (64, True), "32": (32, False), "32 backwards": (32, True)}
 long = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def card(tmp_path_factory) -> Card:
-    return build(tmp_path_factory.mktemp("card"))
 
 
 @pytest.fixture

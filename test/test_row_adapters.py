@@ -12,6 +12,7 @@ from rwkv_batch.engine.engine import Engine, Way
 from rwkv_batch.errors import NoRoom, Unprocessable
 from rwkv_batch.kernels import self_check
 from rwkv_batch.kernels.adapted.ops import AdaptedKernelOps
+from rwkv_batch.kernels.adapted.products import GroupedProducts, TorchProducts
 from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.model import reference_ops, weights
 from rwkv_batch.model.adapters import adapter_file
@@ -220,7 +221,7 @@ def adapted_ops(monkeypatch) -> AdaptedKernelOps:
             banks[name].down.normal_(), banks[name].up.normal_()
     bank.owner[:4], bank.owner[4:7] = 1, 2
     bank.of_slot[1], bank.of_slot[4] = 1, 2
-    return AdaptedKernelOps(plain, bank)
+    return AdaptedKernelOps(plain, bank, TorchProducts(bank, plain.linear))
 
 
 @pytest.mark.parametrize("lengths", [[1], [1] * 8, [1] * 64, [40, 1, 7, 33], [128]])
@@ -265,3 +266,29 @@ def test_the_squared_relu_of_kernels_comes_after_what_is_added(adapted_ops):
         model.forward(None, CapturedRows.decode(torch.arange(num_rows)), state)
         names = [note[0] for note in recorder.take()]
         assert sum("relu_square" in name for name in names) == model.weights.shape.num_layers, names
+
+
+@pytest.mark.parametrize("down_first", [True, False])
+def test_grouped_products_are_two_launches_beside_each_product(adapted_ops, down_first):
+    """And one for the step, in front of all others; the second takes the squared ReLU."""
+    recorder, layers = adapted_ops.launcher.library._recorder, adapted_ops.prepared.source.shape.num_layers
+    adapted_ops.products = GroupedProducts(adapted_ops.bank, adapted_ops.launcher, 160)
+    adapted_ops.down_first = down_first
+    half = {"shift_dtype": torch.float16, "wkv_dtype": torch.float16}
+    model, state = Model(adapted_ops.prepared.source, adapted_ops), State(adapted_ops.prepared.source.shape, 130, **half)
+    for rows, tokens in ((CapturedRows.decode(torch.arange(8)), None), (PackedRows([0, 1], [40, 7]), torch.zeros(47).long())):
+        recorder.clear()
+        model.forward(tokens, rows, state)
+        names = [note[0] for note in recorder.take()]
+        assert names[0] == "rwkv_group_tokens"
+        assert names.count("rwkv_thin_down") == names.count("rwkv_thin_up") == 4 * layers
+        assert not any("relu_square" in name for name in names)
+        assert (names[names.index("rwkv_thin_down") + 1] == "rwkv_thin_up") is not down_first
+
+
+def test_the_bytes_of_grouped_products_are_known_before(adapted_ops):
+    ops = adapted_ops
+    products = GroupedProducts(ops.bank, ops.launcher, 160)
+    held = products._grouping.tables.nbytes + products._thin._hidden.nbytes
+    assert GroupedProducts.num_bytes(ops.bank.num_columns, 160) == held
+    assert GroupedProducts.num_bytes(0, 160) == 0

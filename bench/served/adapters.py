@@ -5,7 +5,8 @@
 
 Weights and adapters are random ones of a published shape. Both kinds of step are the server's own captured graphs, sampling
 included, and take turns, since the card's clock falls as it warms up; medians of --iters steps. "share" is the plain step's
-time over the other's: the speed that is left. "mixed" has adapters in every other row only. One GPU, nothing beside it.
+time over the other's: the speed that is left. "mixed" has adapters in every other row only. --ways takes other ways to multiply
+into the turns: "behind", whose first halves run behind the products, and "torch". One GPU, nothing beside it.
 """
 
 import argparse
@@ -24,7 +25,12 @@ from bench.synth_checkpoint import SIZES, synth
 from rwkv_batch import __version__
 from rwkv_batch.config import Config
 from rwkv_batch.engine import build
+from rwkv_batch.engine.decode_graphs import DecodeGraphs
+from rwkv_batch.engine.engine import Way
+from rwkv_batch.engine.prefill_graphs import PrefillGraphs
 from rwkv_batch.kernels import compiler
+from rwkv_batch.kernels.adapted.ops import AdaptedKernelOps
+from rwkv_batch.kernels.adapted.products import TorchProducts
 from rwkv_batch.model import weights as weights_module
 from rwkv_batch.model.adapters.adapter import Adapter
 from rwkv_batch.model.adapters.bank import PUBLISHED
@@ -65,9 +71,25 @@ class Bench:
         )
         self.loaded = [self.engine.bank.load(random_lora(weights, args.rank, seed)) for seed in range(args.adapters)]
         self.iters = args.iters
+        self.ways = {"adapted": self.engine.adapted}
+        self.ways |= {name: self._way(name, sorted(rows), prefills) for name in args.ways.split(",") if name}
         params = SamplingParams(temperature=1.0, top_k=50, top_p=0.6, ignore_eos=True)
         self.engine.sampler.start_many(list(range(slots)), [params] * slots, list(range(slots)))
         self.engine.state.last_ids.random_(1, 60000)
+
+    def _way(self, name: str, rows: list[int], prefills: list[tuple[int, int]]) -> Way:
+        """Capture steps that multiply in another way."""
+        engine = self.engine
+        products = TorchProducts(engine.bank, engine.model.ops.linear) if name == "torch" else None
+        ops = AdaptedKernelOps(engine.model.ops, engine.bank, products)
+        ops.down_first = False
+        model, tokens = build.model_of(engine.model.weights, ops, name), [count * length for count, length in prefills]
+        longer = PrefillGraphs(model, engine.sampler, engine.state, max_tokens=max([0, *tokens]))
+        longer.sizes, longer._long = sorted({*tokens} & {*engine.prefills.sizes}), []
+        way = Way(model, DecodeGraphs(model, engine.sampler, engine.state, rows), longer)
+        for captured in way[1:]:
+            captured.capture()
+        return way
 
     @torch.inference_mode()
     def decode(self, count: int) -> dict[str, object]:
@@ -76,8 +98,13 @@ class Bench:
         found: dict[str, object] = {"decode": count}
         for name, every in (("all", 1), ("mixed", 2)):
             self._spread(slots, every)
-            plain, adapted = self._medians(lambda: engine.graphs.replay(slots), lambda: engine.adapted.graphs.replay(slots))
-            found |= {f"plain_ms_{name}": plain, f"adapted_ms_{name}": adapted, f"share_{name}": plain / adapted}
+            plain, *others = self._medians(
+                *(lambda g=g: g.replay(slots) for g in (engine.graphs, *(w.graphs for w in self.ways.values())))
+            )
+            found |= {f"plain_ms_{name}": plain}
+            for way, taken in zip(self.ways, others, strict=True):
+                share = "share" if way == "adapted" else f"share_of_{way}"
+                found |= {f"{way}_ms_{name}": taken, f"{share}_{name}": plain / taken}
         return found
 
     @torch.inference_mode()
@@ -88,10 +115,13 @@ class Bench:
         if not all(way.prefills.fits(count * length, count) for way in (engine, engine.adapted)):
             return {"prefill": f"{count}x{length}", "captured": False}
         self._spread(slots, 1)
-        plain, adapted = self._medians(
-            lambda: engine.prefills.replay(slots, prompts, count), lambda: engine.adapted.prefills.replay(slots, prompts, count)
-        )
-        return {"prefill": f"{count}x{length}", "plain_ms": plain, "adapted_ms": adapted, "share": plain / adapted}
+        ways = {name: way for name, way in self.ways.items() if way.prefills.fits(count * length, count)}
+        graphs = (engine.prefills, *(way.prefills for way in ways.values()))
+        plain, *others = self._medians(*(lambda g=g: g.replay(slots, prompts, count) for g in graphs))
+        found = {"prefill": f"{count}x{length}", "plain_ms": plain}
+        for way, taken in zip(ways, others, strict=True):
+            found |= {f"{way}_ms": taken, "share" if way == "adapted" else f"share_of_{way}": plain / taken}
+        return found
 
     def _spread(self, slots: list[int], every: int) -> None:
         """Give every so many rows an adapter, in turn."""
@@ -121,6 +151,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--quant", choices=("none", *FORMATS), default="none")
+    parser.add_argument("--ways", default="", help="other ways to multiply: behind, torch")
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--out", help="write the figures to this file, beside those of other sizes already there")
     args = parser.parse_args()

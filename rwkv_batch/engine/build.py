@@ -42,6 +42,7 @@ from rwkv_batch.grammar.masks import Grammars
 from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.adapted.ops import AdaptedKernelOps
+from rwkv_batch.kernels.adapted.products import GroupedProducts
 from rwkv_batch.kernels.autotune import IN_PLACE_ROWS, Autotuner
 from rwkv_batch.kernels.hip.ops import AdaptedHipOps, HipOps
 from rwkv_batch.kernels.launch import Launcher
@@ -293,7 +294,9 @@ def plan_memory(
             UNLIMITED if config.l1_mib is None else config.l1_mib * MIB,
         )
     kept = kept_bytes(shape, wkv_dtype, *limits) + config.prefix_cache_mib * MIB
-    buffers = kernel_bytes(shape, budget, quant) + kept + AdapterBank.num_bytes(shape, columns_of(config), dtype)
+    columns = columns_of(config)
+    adapters = AdapterBank.num_bytes(shape, columns, dtype) + GroupedProducts.num_bytes(columns, budget)
+    buffers = kernel_bytes(shape, budget, quant) + kept + adapters
     return MemoryPlan(device, shape, dtype, wkv_dtype, buffers, sampling_bytes(shape, config.max_logit_bias), quant)
 
 

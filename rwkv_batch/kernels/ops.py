@@ -137,7 +137,7 @@ class KernelOps:
 
     def __init__(self, weights: Weights, launcher: Launcher, *, max_tokens: int, max_rows: int):
         self.launcher = launcher
-        self.mix = Mix(launcher, pdl=True)
+        self.mix = self.first_mix = Mix(launcher, pdl=True)  # the second begins a step
         self.quant = quant_format(weights)
         self.make_products(weights.shape, max_tokens)
         self.prepared = ModelKernels.of(weights, self.gemm)
@@ -178,9 +178,9 @@ class KernelOps:
         self.begin(len(rows.slot_tensor) if tokens is None else len(tokens))
         self._layout = None if rows.is_decode else rows.layout
         if tokens is None:
-            self.mix.embed_decode(last_ids, rows.slot_tensor, embedding, self._now.x)
+            self.first_mix.embed_decode(last_ids, rows.slot_tensor, embedding, self._now.x)
         else:
-            self.mix.embed(tokens, embedding, self._now.x)
+            self.first_mix.embed(tokens, embedding, self._now.x)
         return self._now.x
 
     def add_norm_mix(
