@@ -248,7 +248,7 @@ RWKV_EXPORT int rwkv_embed(const int64_t* ids, const int64_t* slots, const __hal
     return start(rwkv::embed_kernel, how, ids, slots, table, x, width);
 }
 
-// planes: 6 or 1. parts: blocks that share a row, each a multiple of 256 columns.
+// planes: 6 or 1; RWKV-6: 3 or 2. parts: blocks that share a row, each a multiple of 256 columns.
 RWKV_EXPORT int rwkv_add_norm_mix_decode(float* x, const __half* y, const float* weight, const float* bias, const float* mix,
         __half* shift, const int64_t* slots, __half* out, int rows, int width, int planes, int parts, int inputs_ready, int overlap,
         cudaStream_t stream) {
@@ -257,6 +257,10 @@ RWKV_EXPORT int rwkv_add_norm_mix_decode(float* x, const __half* y, const float*
     switch (planes) {
         case 6:
             return rwkv::decode<6>(x, y, weight, bias, mix, shift, slots, out, rows, width, parts, inputs_ready, overlap, stream);
+        case 3:
+            return rwkv::decode<3>(x, y, weight, bias, mix, shift, slots, out, rows, width, parts, inputs_ready, overlap, stream);
+        case 2:
+            return rwkv::decode<2>(x, y, weight, bias, mix, shift, slots, out, rows, width, parts, inputs_ready, overlap, stream);
         case 1:
             return rwkv::decode<1>(x, y, weight, bias, mix, shift, slots, out, rows, width, parts, inputs_ready, overlap, stream);
     }
@@ -272,6 +276,12 @@ RWKV_EXPORT int rwkv_add_norm_mix_prefill(float* x, const __half* y, const float
     switch (planes) {
         case 6:
             return rwkv::prefill<6>(x, y, weight, bias, mix, shift, previous_slot, last_index, slots, normed, out, tokens, rows,
+                width, run, parts, overlap, stream);
+        case 3:
+            return rwkv::prefill<3>(x, y, weight, bias, mix, shift, previous_slot, last_index, slots, normed, out, tokens, rows,
+                width, run, parts, overlap, stream);
+        case 2:
+            return rwkv::prefill<2>(x, y, weight, bias, mix, shift, previous_slot, last_index, slots, normed, out, tokens, rows,
                 width, run, parts, overlap, stream);
         case 1:
             return rwkv::prefill<1>(x, y, weight, bias, mix, shift, previous_slot, last_index, slots, normed, out, tokens, rows,

@@ -48,6 +48,9 @@ from rwkv_batch.kernels.hip.ops import AdaptedHipOps, HipOps
 from rwkv_batch.kernels.launch import Launcher
 from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.quant.matrix import quant_format, supported_formats
+from rwkv_batch.kernels.rwkv6 import self_check as rwkv6
+from rwkv_batch.kernels.rwkv6.autotune import Rwkv6Autotuner
+from rwkv_batch.kernels.rwkv6.needs import kernels_for
 from rwkv_batch.kernels.state_fill import StateFill
 from rwkv_batch.model import checkpoint, reference_ops
 from rwkv_batch.model import weights as weights_module
@@ -105,6 +108,7 @@ def build_engine_loop(
     check_quant(quant, device)
     adapters = adapter_file.read_all(config.adapter or "")
     shape = weights_module.check_tensors(tensors, name, stored, quant)
+    kernels = kernels_for(kernels, shape, quant, config.ops, name)
     if device.type == "cpu":
         few = shape.count_bytes(dtype) < ONE_THREAD_BYTES
         tune_cpu(config.threads or (1 if few else max(1, usable_cpus() // config.num_engines)))
@@ -294,7 +298,7 @@ def plan_memory(
             UNLIMITED if config.l1_mib is None else config.l1_mib * MIB,
         )
     kept = kept_bytes(shape, wkv_dtype, *limits) + config.prefix_cache_mib * MIB
-    columns = columns_of(config)
+    columns = columns_of(config) * isinstance(shape, ModelShape)
     adapters = AdapterBank.num_bytes(shape, columns, dtype) + GroupedProducts.num_bytes(columns, budget)
     buffers = kernel_bytes(shape, budget, quant) + kept + adapters
     return MemoryPlan(device, shape, dtype, wkv_dtype, buffers, sampling_bytes(shape, config.max_logit_bias), quant)
@@ -307,13 +311,9 @@ def find_kernels(
 
     quant  whether the model is quantised
     """
-    if architecture != NEWEST:
-        if config.compile or config.ops in ("compile", "kernels"):
-            param = "compile" if config.compile else "ops"
-            raise UsageError(f"--{param} {getattr(config, param)}: {architecture} runs in plain torch only", param=param)
-        if device.type != "cpu":
-            log.warning("%s runs in plain torch: there are no kernels for it, and no captured graphs", architecture)
-        return None
+    if architecture != NEWEST and (config.compile or config.ops == "compile"):
+        param = "compile" if config.compile else "ops"
+        raise UsageError(f"--{param} {getattr(config, param)}: {architecture} cannot be compiled", param=param)
     if device.type == "cpu":
         if config.ops == "kernels":
             raise UsageError("--ops kernels: there are kernels for GPUs only", param="ops")
@@ -376,7 +376,7 @@ def build_engine(
     max_tokens   of one step
     graph_sizes  batch sizes to capture, ascending; None = a ladder up to `num_slots`
     """
-    device, wkv_dtype = weights.device, choose_wkv_dtype(config, library)
+    device, wkv_dtype, newest = weights.device, choose_wkv_dtype(config, library), weights.architecture == NEWEST
     if isinstance(weights, ShardedWeights):
         sizes = {"num_spare": num_spare, "max_tokens": max_tokens, "graph_sizes": graph_sizes}
         return build_sharded(config, weights, num_slots, **sizes, wkv_dtype=wkv_dtype, library=library)
@@ -391,7 +391,7 @@ def build_engine(
     launcher = Launcher(library, device)
     limits = {"max_tokens": max(max_tokens, num_slots), "max_rows": num_slots + SCORED_TOKENS}
     file = Path(library._name).with_suffix(".json")
-    failing = self_check.failing(launcher, wkv_dtype, file, quant=quant_format(weights))
+    failing = self_check.failing(launcher, wkv_dtype, file, quant=quant_format(weights), architecture=weights.architecture)
     if failing and config.ops == "kernels":
         raise UsageError(f"--ops kernels: wrong results on this card from {', '.join(failing)}", param="ops")
     fill = None if self_check.FILL in failing else StateFill(launcher)
@@ -411,7 +411,7 @@ def build_engine(
         ops = self_check.partly_reference(weights, launcher, frozenset(failing), **limits)
         return Engine(model_of(weights, ops, " but ".join(["kernels", *failing])), sampler, state)
     plain, with_adapters = (HipOps, AdaptedHipOps) if torch.version.hip else (KernelOps, AdaptedKernelOps)
-    ops = plain(weights, launcher, **limits)
+    ops = plain(weights, launcher, **limits) if newest else rwkv6.ops_for(weights, launcher, **limits)
     sizes = graph_sizes or ([num_slots] if config.batch_invariant else buckets_for(num_slots, num_spare))
     model = model_of(weights, ops, "kernels")
     graphs = DecodeGraphs(model, sampler, state, sizes)
@@ -419,7 +419,9 @@ def build_engine(
     if not torch.version.hip:  # there each product is done in one way
         slots = torch.tensor([*range(num_slots)] + [-1] * IN_PLACE_ROWS, device=device)
         state.last_ids.random_(1, len(weights.embedding))  # steps that are timed want rows that differ
-        tuner = Autotuner(ops, lambda num_rows: model.forward(None, CapturedRows.decode(slots[:num_rows]), state))
+        tuner = (Autotuner if newest else Rwkv6Autotuner)(
+            ops, lambda num_rows: model.forward(None, CapturedRows.decode(slots[:num_rows]), state)
+        )
         tuner.tune(sorted({*sizes, *(prefills.sizes if prefills else ())}))
     bank, adapted = bank_for(config, weights, num_slots, only_adding=True), None
     if bank is not None:

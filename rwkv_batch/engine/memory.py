@@ -17,7 +17,10 @@ from rwkv_batch.kernels.linear import Lora
 from rwkv_batch.kernels.ops import Buffers
 from rwkv_batch.kernels.quant.many_tokens import ManyTokens
 from rwkv_batch.kernels.quant.matrix import Scratch
+from rwkv_batch.kernels.rwkv6.layer_kernels import Rwkv6LayerKernels
+from rwkv_batch.kernels.rwkv6.ops import Rwkv6Buffers
 from rwkv_batch.model.quantized import PLAIN, Quantisation
+from rwkv_batch.model.rwkv6.weights import Rwkv6Shape
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weights import ModelShape
 from rwkv_batch.scheduling.plan import SCORED_TOKENS
@@ -138,8 +141,11 @@ def l2_bytes(device: torch.device) -> int:
     return min(free // L2_SHARE, L2_BYTES) if device.type == "cuda" else min(free // CPU_SHARE, CPU_BYTES)
 
 
-def kernel_bytes(shape: ModelShape, max_tokens: int, quant: Quantisation = PLAIN) -> int:
+def kernel_bytes(shape: ModelShape | Rwkv6Shape, max_tokens: int, quant: Quantisation = PLAIN) -> int:
     """Bytes of the kernels' buffers for steps of `max_tokens`, and of their copies of the low-rank pairs."""
+    if isinstance(shape, Rwkv6Shape):
+        buffers = Rwkv6Buffers.num_bytes(shape, max_tokens=max_tokens, max_rows=SCORED_TOKENS)
+        return buffers + shape.num_layers * Rwkv6LayerKernels.num_bytes(shape) + OVERHEAD
     buffers = Buffers.num_bytes(shape, max_tokens=max_tokens, max_rows=SCORED_TOKENS)
     if quant.format:
         buffers += Scratch.num_bytes(shape, quant_head=quant.head)
@@ -152,9 +158,10 @@ def kept_bytes(shape: ModelShape, wkv_dtype: torch.dtype, sessions: int, limit: 
     return min(limit, State.num_bytes(shape, sessions, wkv_dtype=wkv_dtype))
 
 
-def sampling_bytes(shape: ModelShape, max_logit_bias: int) -> int:
+def sampling_bytes(shape: ModelShape | Rwkv6Shape, max_logit_bias: int) -> int:
     """Bytes of a slot's logits, which are kept while a grammar's mask is made, and of its sampling controls."""
-    logits = Buffers.num_bytes(shape, max_tokens=0, max_rows=1) - Buffers.num_bytes(shape, max_tokens=0, max_rows=0)
+    buffers = Rwkv6Buffers if isinstance(shape, Rwkv6Shape) else Buffers
+    logits = buffers.num_bytes(shape, max_tokens=0, max_rows=1) - buffers.num_bytes(shape, max_tokens=0, max_rows=0)
     return 2 * logits + KernelSampler.num_bytes(1, shape.vocab_size, max_logit_bias)
 
 

@@ -4,9 +4,11 @@ import logging
 import time
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from rwkv_batch.kernels.card_cache import recall, remember
 from rwkv_batch.kernels.compiler import cache_folder
@@ -39,6 +41,8 @@ class Autotuner:
     products     that the ops are asked for
     """
 
+    blended = ("mixed",)  # of the buffers, those that products read beside "heads"
+
     def __init__(self, ops: KernelOps, decode_step: Callable[[int], object], products: tuple[Product, ...] = PRODUCTS):
         self.ops = ops
         self.products = products
@@ -52,8 +56,8 @@ class Autotuner:
         file = cache_folder() / f"variants-{card.replace(' ', '-')}.json"
         known, shipped = recall(file, dict[str, Variant]), measured(card).variants
         generator = torch.Generator(device=launcher.device).manual_seed(0)
-        for tensor in (ops.buffers.all.mixed, ops.buffers.all.heads):
-            tensor.normal_(generator=generator)
+        for name in (*self.blended, "heads"):
+            getattr(ops.buffers.all, name).normal_(generator=generator)
         for size in sizes:
             keys: dict[Product, str] = {}
             times: dict[Product, Times] = {}
@@ -119,20 +123,16 @@ class Autotuner:
             x, y = ops.buffers.last[:size].normal_(), ops.buffers.logits[:size]
             matrices = [ops.prepared.head]
         else:
-            narrow = name == "ffn_key" and b.heads.shape != b.y.shape  # heads of a shard
-            x = b.mixed[:3] if name == "rkv" else b.hidden if name == "ffn_value" else b.mixed[0] if narrow else b.heads
-            y = b.rkv if name == "rkv" else b.hidden if name == "ffn_key" else b.y
+            x, y = self._operands(name, b)
             matrices = [getattr(layer, name) for layer in layers]
         ops.matmul.tune([(x, matrix.weight, y) for matrix in matrices], in_out=name == "ffn_value")
         if ops.many is not None and matrices[0].quant is not None:
             ops.many.tune(x, [matrix.quant for matrix in matrices], y, matrices[0].weight)
         once = {
             "rkv": lambda layer: ops.attention_inputs(b.mixed, layer),
-            "output": lambda layer: ops.product(name, x, layer.output, y),
             "ffn_key": lambda layer: ops.ffn_key(x, layer, y),
             "ffn_value": lambda layer: ops.ffn_value(x, layer, y),
-            "head": lambda layer: ops.product(name, x, ops.prepared.head, y),
-        }[name]
+        }.get(name, lambda layer: ops.product(name, x, self._matrix(name, layer), y))
 
         def run(variant: Variant) -> None:
             ops.choose(name, size, variant)
@@ -140,6 +140,12 @@ class Autotuner:
                 once(layer)
 
         return {variant: lambda variant=variant: run(variant) for variant in ops.variants(name, size, layers[-1])}
+
+    def _operands(self, name: Product, b: Any) -> tuple[Tensor, Tensor]:
+        """Return what a product reads and writes of the room for a step."""
+        narrow = name == "ffn_key" and b.heads.shape != b.y.shape  # heads of a shard
+        x = b.mixed[:3] if name == "rkv" else b.hidden if name == "ffn_value" else b.mixed[0] if narrow else b.heads
+        return x, b.rkv if name == "rkv" else b.hidden if name == "ffn_key" else b.y
 
     def _matrix(self, name: Product, layer: LayerKernels) -> MatrixKernels:
         return self.ops.prepared.head if name == "head" else getattr(layer, name)

@@ -1,6 +1,7 @@
 """A model's tensors as the kernels read them, prepared once: one object a layer."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,20 +110,20 @@ class ModelKernels:
 
     source: Weights
     embedding: Tensor
-    layers: list[LayerKernels]
+    layers: list[Any]
     ln_out_weight: Tensor
     ln_out_bias: Tensor
     head: MatrixKernels
     num_outputs: int
 
     @classmethod
-    def of(cls, weights: Weights, gemm: Gemm) -> "ModelKernels":
-        """Prepare `weights`."""
+    def of(cls, weights: Weights, gemm: Gemm, layer_kernels: Any = LayerKernels) -> "ModelKernels":
+        """Prepare `weights`; `layer_kernels`: of their architecture."""
         scratch = Scratch.for_weights(weights, OUTPUT_UNIT)
         return cls(
             source=weights,
             embedding=weights.embedding,
-            layers=[LayerKernels.of(layer, gemm, scratch) for layer in weights.layers],
+            layers=[layer_kernels.of(layer, gemm, scratch) for layer in weights.layers],
             ln_out_weight=weights.ln_out_weight,
             ln_out_bias=weights.ln_out_bias,
             head=MatrixKernels.of_head(weights.head, gemm, scratch),

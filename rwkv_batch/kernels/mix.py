@@ -18,6 +18,7 @@ from rwkv_batch.model.weights import HEAD_SIZE
 
 COLUMNS_OF_WARP = 256
 MAX_WIDTH = 4096
+PLANES_TO_MIX = (6, 1, 3, 2)  # the last two: RWKV-6's
 STATE_TYPES = {torch.float32: 0, torch.float16: 1}  # as `Type` in cuda/common.cuh
 
 
@@ -108,7 +109,7 @@ class Mix:
     ) -> None:
         """x [B, C] fp32 += y [B, C]; out[k] = lerp(layer norm of x, shift[slots], mix[k]); shift[slots] = layer norm of x.
 
-        y may be None; weight, bias [C] fp32; mix [K, C] fp32, K = 6 or 1; shift [S, C]; slots [B] int64; out [K, B, C].
+        y may be None; weight, bias [C] fp32; mix [K, C] fp32, K of PLANES_TO_MIX; shift [S, C]; slots [B] int64; out [K, B, C].
         parts         blocks a row is spread over, by default what is fast, one without clusters; results do not depend on it
         inputs_ready  promises that whatever wrote `shift` and `slots` had ended before the preceding kernel began
         """
@@ -216,8 +217,10 @@ class Mix:
 
     def _check_norm(self, x, y, weight, bias, mix, shift, out) -> None:
         n, c = x.shape
-        if c % HEAD_SIZE or c > MAX_WIDTH or len(mix) not in (1, 6):
-            raise ValueError(f"x: width {c} must be a multiple of 64 up to {MAX_WIDTH}; mix: {len(mix)} planes must be 1 or 6")
+        if c % HEAD_SIZE or c > MAX_WIDTH or len(mix) not in PLANES_TO_MIX:
+            raise ValueError(
+                f"x: width {c} must be a multiple of 64 up to {MAX_WIDTH}; mix: {len(mix)} planes must be 1, 2, 3 or 6"
+            )
         self._check(
             x=(x, torch.float32, (n, c)),
             y=(y, torch.float16, (n, c)),

@@ -88,7 +88,7 @@ class Activations:
 
     def first(self, num_tokens: int) -> "Activations":
         """Return contiguous views for fewer tokens of the same memory."""
-        return Activations(**{name: _shrink(tensor, num_tokens) for name, tensor in vars(self).items()})
+        return type(self)(**{name: _shrink(tensor, num_tokens) for name, tensor in vars(self).items()})
 
 
 class Buffers:
@@ -99,9 +99,12 @@ class Buffers:
     active_mask  bits of the feed-forward units that are not zero in every token
     """
 
+    activations_type = Activations
+    max_rank = staticmethod(Lora.max_rank)
+
     def __init__(self, shape: ModelShape, num_outputs: int, *, max_tokens: int, max_rows: int, device: torch.device):
-        self.all = Activations.of(max_tokens, shape, device)
-        self._lora = torch.empty(max_tokens * Lora.max_rank(shape), dtype=HALF, device=device)
+        self.all = self.activations_type.of(max_tokens, shape, device)
+        self._lora = torch.empty(max_tokens * self.max_rank(shape), dtype=HALF, device=device)
         self.last = torch.empty(max_rows, shape.width, dtype=HALF, device=device)
         self.logits = torch.empty(max_rows, whole_units(num_outputs), dtype=HALF, device=device)
         self.active_mask = torch.empty(-(-shape.ffn_width // MASK_UNITS), dtype=torch.int32, device=device)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from rwkv_batch.kernels.hip.ops import HipOps
 from rwkv_batch.kernels.launch import Launcher
 from rwkv_batch.kernels.layer_kernels import PLANES, MatrixKernels
 from rwkv_batch.kernels.ops import KernelOps
+from rwkv_batch.kernels.rwkv6 import self_check as rwkv6
 from rwkv_batch.kernels.state_fill import StateFill
 from rwkv_batch.kernels.variants import Method, Product, Variant
 from rwkv_batch.model import reference_ops
@@ -25,11 +27,12 @@ from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weight import Weight
 from rwkv_batch.model.weights import HEAD_SIZE, Layer, ModelShape, Weights
+from rwkv_batch.served.architectures import NEWEST
 from sampling.self_check import check
 
 log = logging.getLogger("rwkv_batch.engine")
 
-SAMPLER, FILL, GRAPHS = "sampler", "state", "graphs"
+SAMPLER, FILL, GRAPHS, RWKV6 = "sampler", "state", "graphs", "RWKV-6"
 OPS = ("embed", "add_norm_mix", "time_mix", "channel_mix", "logits")
 PRODUCTS: dict[str, tuple[Product, ...]] = {  # of these ops
     "time_mix": ("rkv", "output"),
@@ -88,27 +91,33 @@ class PartlyReferenceHipOps(PartlyReferenceOps, HipOps):
     """The same on AMD GPUs."""
 
 
-def partly_reference(weights: Weights, launcher: Launcher, replaced: frozenset[str], **limits: int) -> PartlyReferenceOps:
-    """Return the kernel ops of this card but for some, which are the reference's."""
+def partly_reference(weights: Weights, launcher: Launcher, replaced: frozenset[str], **limits: int) -> KernelOps | ModuleType:
+    """Return the kernel ops of this card but for some, which are the reference's; of RWKV-6, all or none."""
+    if weights.architecture != NEWEST:
+        return reference_ops if RWKV6 in replaced else rwkv6.ops_for(weights, launcher, **limits)
     ops = PartlyReferenceHipOps if torch.version.hip else PartlyReferenceOps
     return ops(weights, launcher, replaced, **limits)
 
 
-def failing(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None, *, quant: str = "") -> list[str]:
+def failing(
+    launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None, *, quant: str = "", architecture: str = NEWEST
+) -> list[str]:
     """Return the names of ops, SAMPLER and FILL, whose kernels disagree with the reference here; remembered in `file`.
 
-    quant  format of the matrices, "" = fp16
+    quant         format of the matrices, "" = fp16
+    architecture  of the model; of RWKV-6 the ops are checked together, as RWKV6
 
     On AMD GPUs, GRAPHS too, where a captured step does not do what the same launches do.
     What cannot be run counts too, until the next start. OutOfMemoryError where there is no memory to find it out.
     """
     key = f"{torch.cuda.get_device_name(launcher.device)}, torch {torch.__version__}, state {wkv_dtype}, check {EXTENT}"
     key += f", {quant}" if quant else ""
+    key += f", {architecture}" if architecture != NEWEST else ""
     known = recall(file, dict[str, list[str]]) if file is not None else {}
     wrong = known.get(key)
-    if wrong is None or not {*wrong} <= {*OPS, SAMPLER, FILL, GRAPHS}:
+    if wrong is None or not {*wrong} <= {*OPS, SAMPLER, FILL, GRAPHS, RWKV6}:
         started = time.monotonic()
-        wrong, broken = _check_all(launcher, wkv_dtype, quant)
+        wrong, broken = _check_all(launcher, wkv_dtype, quant, architecture)
         log.info("checked the kernels against plain torch in %.1f s", time.monotonic() - started)
         if file is not None and not broken:
             remember(file, known | {key: wrong})
@@ -121,11 +130,15 @@ def failing(launcher: Launcher, wkv_dtype: torch.dtype, file: Path | None = None
     return wrong
 
 
-def _check_all(launcher: Launcher, wkv_dtype: torch.dtype, quant: str) -> tuple[list[str], list[str]]:
+def _check_all(
+    launcher: Launcher, wkv_dtype: torch.dtype, quant: str, architecture: str = NEWEST
+) -> tuple[list[str], list[str]]:
     """Return the names of what gives wrong results and of what cannot be run."""
     checks: dict[str, Callable[[], bool]] = {
         name: lambda name=name: _is_right(name, launcher, wkv_dtype, quant) for name in OPS
     }
+    if architecture != NEWEST:
+        checks = {RWKV6: lambda: rwkv6.agrees(launcher, wkv_dtype)}
     checks[SAMPLER] = lambda: _samples(launcher)
     checks[FILL] = lambda: _fills(launcher, wkv_dtype)
     if torch.version.hip:

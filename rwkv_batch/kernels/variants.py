@@ -7,8 +7,9 @@ from typing import Literal
 from rwkv_batch.kernels.gemm import TileConfig
 from rwkv_batch.kernels.linear import GroupedConfig
 
-Product = Literal["rkv", "output", "ffn_key", "ffn_value", "head"]
+Product = Literal["rkv", "rkvg", "output", "ffn_key", "ffn_receptance", "ffn_value", "head"]
 PRODUCTS: tuple[Product, ...] = ("rkv", "output", "ffn_key", "ffn_value", "head")
+RWKV6_PRODUCTS: tuple[Product, ...] = ("rkvg", "output", "ffn_receptance", "ffn_key", "ffn_value", "head")
 
 
 class Method(enum.StrEnum):

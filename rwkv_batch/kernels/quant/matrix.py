@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from rwkv_batch.model import quantized
+from rwkv_batch.model.architectures import BaseLayer
 from rwkv_batch.model.weight import Weight
-from rwkv_batch.model.weights import Layer, ModelShape, Weights
+from rwkv_batch.model.weights import ModelShape, Weights
 
 HALF = torch.float16
 CODES = {name: code for code, name in enumerate(("int8", "fp8", "int4", "nf4", "fp6", "fp5"))}  # cuda/linear/quant.cuh
@@ -107,8 +108,9 @@ class Scratch:
         return self._values[: shape.numel()].view(shape)
 
 
-def _matrices(layer: Layer) -> tuple[Weight, ...]:
-    return layer.rkv, layer.output, layer.ffn_key, layer.ffn_value
+def _matrices(layer: BaseLayer) -> list[Weight]:
+    values = (getattr(layer, item.name) for item in fields(layer))
+    return [value for value in values if isinstance(value, Weight)]
 
 
 def quant_format(weights: Weights) -> str:

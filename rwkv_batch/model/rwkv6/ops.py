@@ -1,4 +1,4 @@
-"""The ops that RWKV-6 has and RWKV-7 has not, in plain torch; the others are those of `reference_ops.py`, and so are the rules.
+"""RWKV-6's ops in plain torch, which judge its kernels; those that RWKV-7 has too are of `reference_ops.py`, as the rules are.
 
 Ops take packed rows: N tokens of B rows one after another, described by `PackedRows`. Arithmetic is fp32.
 """
@@ -7,38 +7,24 @@ import torch
 import torch.nn.functional as F
 
 from rwkv_batch.model.packed_rows import CHUNK, PackedRows
-from rwkv_batch.model.reference_ops import GROUP_NORM_EPS, linear, project
+from rwkv_batch.model.reference_ops import GROUP_NORM_EPS, add_norm_mix, embed, linear, logits, prepare, project
 from rwkv_batch.model.reference_ops import channel_mix as squared_relu
 from rwkv_batch.model.rwkv6.weights import Rwkv6Layer
 
+__all__ = ["add_norm_mix", "channel_mix", "embed", "logits", "prepare", "time_mix", "wkv"]
 PAIRS = {"cpu": 2**21, "cuda": 2**25}  # decays between pairs of tokens that are worked on at a time
 NO_MORE = 1e6  # of -log w: exp(-1e6) is 0, and what is above might be infinite
 
 
-def take_previous(x: torch.Tensor, shift: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-    """Return the token before each token [N, C]; that before a row's first comes from `shift` [S, C], which takes its last."""
-    kept = shift[rows.slot_index]
-    if rows.is_decode:
-        previous = kept.to(x.dtype, copy=True)
-        shift[rows.slot_index] = x.to(shift.dtype)
-        return previous
-    previous = x.roll(1, 0)
-    previous[rows.first_token_index] = kept.to(x.dtype)
-    shift[rows.slot_index] = x[rows.last_token_index].to(shift.dtype)
-    return previous
-
-
-def time_mix(
-    x: torch.Tensor, layer: Rwkv6Layer, shift: torch.Tensor, wkv_state: torch.Tensor, rows: PackedRows
-) -> torch.Tensor:
-    """The attention-like half of a block: x [N, C], normalised; wkv_state [S, H, K, K] updated in place -> [N, C]."""
+def time_mix(mixed: torch.Tensor, layer: Rwkv6Layer, wkv_state: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    """The attention-like half of a block: mixed [3, N, C] by `att_mix`; wkv_state [S, H, K, K] updated in place -> [N, C]."""
+    blend, x, previous = mixed.unbind()
     n, c = x.shape
     heads = (n, *layer.bonus.shape)
-    difference = take_previous(x, shift, rows) - x
-    parts = project(torch.addcmul(x, difference, layer.mix_all), layer.mix_down).tanh_()
+    parts = project(blend, layer.mix_down).tanh_()
     parts = parts.view(n, 5, -1).transpose(0, 1)
     by_token = torch.bmm(parts.to(layer.mix_up.dtype), layer.mix_up).float().add_(layer.mix)
-    x_w, x_k, x_v, x_r, x_g = torch.addcmul(x, difference, by_token).unbind()
+    x_w, x_k, x_v, x_r, x_g = torch.addcmul(x, previous - x, by_token).unbind()
     log_w = project(project(x_w, layer.decay_down).tanh_(), layer.decay_up, layer.decay).exp_().clamp_(max=NO_MORE).neg_()
     r, k, v = linear(x_r, layer.receptance), linear(x_k, layer.key), linear(x_v, layer.value)
     y = wkv(r.view(heads), log_w.view(heads), k.view(heads), v.view(heads), layer.bonus, wkv_state, rows)
@@ -46,12 +32,9 @@ def time_mix(
     return linear(y * F.silu(linear(x_g, layer.gate)), layer.output)
 
 
-def channel_mix(x: torch.Tensor, layer: Rwkv6Layer, shift: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-    """The feed-forward half: x [N, C], normalised -> [N, C], squared ReLU behind a gate."""
-    difference = take_previous(x, shift, rows) - x
-    x_k = torch.addcmul(x, difference, layer.ffn_mix_k)
-    gate = linear(torch.addcmul(x, difference, layer.ffn_mix_r), layer.ffn_receptance).sigmoid_()
-    return gate.mul_(squared_relu(x_k[None], layer))
+def channel_mix(mixed: torch.Tensor, layer: Rwkv6Layer) -> torch.Tensor:
+    """The feed-forward half: mixed [2, N, C] by `ffn_mix` -> [N, C], squared ReLU behind a gate."""
+    return linear(mixed[1], layer.ffn_receptance).sigmoid_().mul_(squared_relu(mixed[:1], layer))
 
 
 def wkv(r, log_w, k, v, bonus: torch.Tensor, state: torch.Tensor, rows: PackedRows) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """RWKV-6's published tensors to weights in the layout its forward pass wants; see `rwkv_batch/model/weights.py`."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -11,7 +12,8 @@ from rwkv_batch.model.tensor_reader import TensorReader
 from rwkv_batch.model.weight import Weight
 
 MIXES = ("w", "k", "v", "r", "g")  # the order of the low-rank pair's five parts
-ATT_MATRICES = ("receptance", "key", "value", "gate", "output")
+RKVG = ("receptance", "key", "value", "gate")
+ATT_MATRICES = (*RKVG, "output")
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Rwkv6Layer(BaseLayer):
     ln1_bias: torch.Tensor
     ln2_weight: torch.Tensor
     ln2_bias: torch.Tensor
-    mix_all: torch.Tensor  # of what the five mixes are made of
+    att_mix: torch.Tensor  # [3, 1, C]: of what the five mixes are made of, of the token itself (0) and the one before it (1)
     mix: torch.Tensor  # [5, 1, C] in the order of MIXES
     mix_down: torch.Tensor  # [C, 5 * rank]
     mix_up: torch.Tensor  # [5, rank, C]
@@ -72,18 +74,34 @@ class Rwkv6Layer(BaseLayer):
     decay_down: torch.Tensor
     decay_up: torch.Tensor
     bonus: torch.Tensor  # [H, head size]
-    receptance: Weight  # [C, C]
-    key: Weight
-    value: Weight
-    gate: Weight
-    output: Weight
+    rkvg: Weight  # [4, C, C]: RKVG
+    output: Weight  # [C, C]
     ln_x_weight: torch.Tensor
     ln_x_bias: torch.Tensor
-    ffn_mix_k: torch.Tensor
-    ffn_mix_r: torch.Tensor
+    ffn_mix: torch.Tensor  # [2, 1, C]: of the key and the receptance
     ffn_key: Weight  # [F, C]
     ffn_receptance: Weight  # [C, C]
     ffn_value: Weight  # [F, C]
+
+    @cached_property
+    def receptance(self) -> Weight:
+        """[C, C]."""
+        return self.rkvg.part(0)
+
+    @cached_property
+    def key(self) -> Weight:
+        """[C, C]."""
+        return self.rkvg.part(1)
+
+    @cached_property
+    def value(self) -> Weight:
+        """[C, C]."""
+        return self.rkvg.part(2)
+
+    @cached_property
+    def gate(self) -> Weight:
+        """[C, C]."""
+        return self.rkvg.part(3)
 
 
 def shape_of(tensors: dict[str, torch.Tensor], name: str) -> Rwkv6Shape:
@@ -108,9 +126,10 @@ def take_layer(i: int, reader: TensorReader, form: str) -> Rwkv6Layer:
     """Take one block out of the checkpoint; `form`: the format of its large matrices, "" = as they are."""
     p, att, ffn = f"blocks.{i}.", f"blocks.{i}.att.", f"blocks.{i}.ffn."
     take, vector = reader.take, reader.vector
+    mix_all = vector(att + "time_maa_x")
     return Rwkv6Layer(
         **{f"ln{n}_{kind}": vector(p + f"ln{n}.{kind}") for n in (1, 2) for kind in ("weight", "bias")},
-        mix_all=vector(att + "time_maa_x"),
+        att_mix=torch.stack((mix_all, torch.zeros_like(mix_all), torch.ones_like(mix_all)))[:, None],
         mix=torch.stack([vector(att + f"time_maa_{name}") for name in MIXES])[:, None],
         mix_down=take(att + "time_maa_w1"),
         mix_up=take(att + "time_maa_w2"),
@@ -118,11 +137,11 @@ def take_layer(i: int, reader: TensorReader, form: str) -> Rwkv6Layer:
         decay_down=take(att + "time_decay_w1"),
         decay_up=take(att + "time_decay_w2"),
         bonus=take(att + "time_faaaa", torch.float32),
-        **{name: reader.weight([att + f"{name}.weight"], form) for name in ATT_MATRICES},
+        rkvg=reader.weight([att + f"{name}.weight" for name in RKVG], form),
+        output=reader.weight([att + "output.weight"], form),
         ln_x_weight=vector(att + "ln_x.weight"),
         ln_x_bias=vector(att + "ln_x.bias"),
-        ffn_mix_k=vector(ffn + "time_maa_k"),
-        ffn_mix_r=vector(ffn + "time_maa_r"),
+        ffn_mix=torch.stack([vector(ffn + f"time_maa_{name}") for name in "kr"])[:, None],
         ffn_key=reader.weight([ffn + "key.weight"], form),
         ffn_receptance=reader.weight([ffn + "receptance.weight"], form),
         ffn_value=reader.weight([ffn + "value.weight"], form, transposed=True),

@@ -1,0 +1,1 @@
+"""RWKV-6's forward pass on kernels."""
