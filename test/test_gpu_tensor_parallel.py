@@ -66,11 +66,11 @@ def test_sums_are_those_of_torch():
 def test_sums_stay_right_in_graphs_replayed_often_with_a_slow_rank(tokens, replays, slow):
     """16 bytes to 8 MiB; every replay adds up other numbers, in halves without rounding, and counts what is wrong."""
     exchange = exchange_of(2, num_sums=4)
-    graphs, wrong = [], []
+    graphs, wrong, bases = [], [], []  # a graph keeps what it makes, but not what it is given
     for rank, device in enumerate(cards(2)):
         with current(device):
             base = torch.arange(tokens * WIDTH, device=device).view(tokens, WIDTH)
-            counter, bad = torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+            counter, bad = torch.zeros(2, dtype=torch.int64, device=device).unbind()
             part, graph = exchange.parts[rank][:tokens], torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
@@ -85,6 +85,7 @@ def test_sums_stay_right_in_graphs_replayed_often_with_a_slow_rank(tokens, repla
                     bad += (part != sum(given)).sum()
             graphs.append(graph)
             wrong.append(bad)
+            bases.append(base)
     for _ in range(replays):
         for graph in graphs:
             graph.replay()
