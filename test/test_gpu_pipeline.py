@@ -23,8 +23,8 @@ from sampling.params import SamplingParams
 pytestmark = pytest.mark.gpu
 
 SHAPES = {"768": (6, 768, 64, 64, 32, 128, 1.15), "4096": (4, 4096, 128, 128, 96, 480, 1.38)}
-SLOTS, TOKENS = 24, 256
-SIZES = [1, 8, 12, 24]
+SLOTS, TOKENS = 32, 256  # as many slots as rows in the largest captured prefills
+SIZES = [1, 8, 16, 32]
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1, top_p=0.8, seed=3, alpha_presence=0.3, alpha_frequency=0.3, ignore_eos=True)
 CONFIG = Config(ops="kernels")
@@ -170,6 +170,32 @@ def test_steps_under_way_draw_what_they_draw_one_by_one(kind, name):
         assert run(engine, in_step=False) == expected
     assert engine.graphs.num_replays > 100
     assert engine.prefills.num_replays > 10
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_of_a_prompt_is_submitted_while_the_last_stage_has_the_one_before(kind, captured, monkeypatch):
+    """The host waits for no device, or the first stage would have nothing to do until the last one is done."""
+    engine = staged("768", kind)
+    torch.cuda.set_device(engine.device)
+    if not captured:
+        monkeypatch.setattr(engine, "prefills", None)
+    scheduler = Scheduler(num_slots=SLOTS, prefill_budget=TOKENS, mixed=False, num_groups=len(engine.model.stages))
+    prompts = [[1 + i % 400 for i in range(length)] for length in (300, 90, 33)]
+    for round in range(2):  # what is made once may be waited for
+        scheduler.add(Request(id=f"{round}", prompts=prompts, sampling=SEEDED, max_tokens=1))
+        steps = []
+        torch.cuda.set_sync_debug_mode("error" if round else "default")
+        try:
+            while (plan := scheduler.next_plan()) is not None:
+                steps.append(engine.submit(plan))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(steps) >= 2
+        tokens = [token for step in steps for token in engine.collect(step)]
+        assert len(tokens) == len(prompts)
+        for token in tokens:
+            scheduler.finish(token.sequence)
 
 
 @pytest.mark.parametrize("kind", KINDS)

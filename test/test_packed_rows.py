@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rwkv_batch.engine.prefill_graphs import step_inputs
 from rwkv_batch.model.packed_rows import CHUNK, CONTINUES, NO_SLOT, CapturedRows, PackedRows, RowLayout
@@ -60,3 +61,20 @@ def test_a_captured_decode_step_knows_its_slots_on_the_device_alone():
     rows = CapturedRows.decode(torch.tensor([3, -1]))
     assert rows.is_decode
     assert list(rows.slots) == list(rows.lengths) == []
+
+
+def test_the_host_does_not_wait_for_what_a_device_is_told():
+    """Or the first stage of a pipeline would have nothing to do until the last one has done the step before."""
+    copies = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if "copy" in op.name() and args[0].device.type == "cpu":
+                copies.append((kwargs or {}).get("non_blocking", False))
+            return op(*args, **(kwargs or {}))
+
+    with Noted():
+        rows = PackedRows([4, 0], [5, 3], torch.device("meta"))
+        told = [rows.layout.slots, rows.first_token_index, rows.last_token_index, rows.slot_tensor]
+    assert all(tensor.is_meta for tensor in told)
+    assert copies == [True] * len(told)

@@ -163,7 +163,9 @@ class Engine:
         keeping = [i for i, row in enumerate(rows) if row.keeps]
         all_sample = len(sampling) == len(rows)
         scoring = Scoring(rows) if any(is_scored(row) for row in rows) else None
-        logits_of = None if all_sample and scoring is None else packed.last_token_index[sampling + keeping]
+        logits_of = None
+        if not all_sample or scoring is not None:
+            logits_of = packed.tensor([packed.cu_seqlens[i + 1] - 1 for i in sampling + keeping])
         if scoring is not None:
             logits_of = torch.cat((logits_of, torch.tensor(scoring.positions, dtype=torch.int64, device=self.device)))
         tokens = None if decoding else self._tokens(rows, packed)
@@ -176,7 +178,7 @@ class Engine:
         if not sampling:
             return self._unsampled(scoring)
         slots = packed.slots if all_sample else [packed.slots[i] for i in sampling]
-        slot_tensor = packed.slot_tensor if all_sample else packed.slot_tensor[sampling]
+        slot_tensor = packed.slot_tensor if all_sample else packed.tensor(slots)
         sampled = self.sampler.sample(logits, slot_tensor, slots)
         self.state.last_ids[slot_tensor] = sampled.ids
         step = self._step([rows[i].sequence for i in sampling], sampled)

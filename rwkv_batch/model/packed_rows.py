@@ -77,8 +77,8 @@ class PackedRows:
         return Chunks.of(self)
 
     def tensor(self, values: list[int]) -> torch.Tensor:
-        """Return int64 numbers on the rows' device."""
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        """Return int64 numbers on the rows' device; the host does not wait for what that has to do before."""
+        return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
 
 
 class CapturedRows:
@@ -126,13 +126,14 @@ class RowLayout:
 
     @classmethod
     def of(cls, slots: Sequence[int], lengths: Sequence[int], device: torch.device | str) -> "RowLayout":
-        """Build it from each row's slot and length (>= 1) with one copy to the device."""
+        """Build it from each row's slot and length (>= 1) with one copy to the device, which the host does not wait for."""
         cu_seqlens, previous_slot = [0], []
         for slot, length in zip(slots, lengths, strict=True):
             cu_seqlens.append(cu_seqlens[-1] + length)
             previous_slot += [slot if slot >= 0 else NO_SLOT] + [CONTINUES] * (length - 1)
         last_token_index = [start - 1 for start in cu_seqlens[1:]]
-        packed = torch.tensor([*slots, *cu_seqlens, *last_token_index, *previous_slot], dtype=torch.int64).to(device)
+        packed = torch.tensor([*slots, *cu_seqlens, *last_token_index, *previous_slot], dtype=torch.int64)
+        packed = packed.to(device, non_blocking=True)
         small = packed[len(slots) :].int()
         return cls(packed[: len(slots)], *small.split([len(cu_seqlens), len(slots), len(previous_slot)]))
 
