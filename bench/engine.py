@@ -89,7 +89,7 @@ class Bench:
         self.load_seconds = time.monotonic() - started
         slots = max([*batches, *(count for count, _ in prefills)])
         tokens = max([count * length for count, length in prefills] + [slots])
-        config = Config(ops="kernels", wkv_state=args.wkv_state)
+        config = Config(ops="kernels", wkv_state=args.wkv_state, batch_invariant=not prefills)  # then none are captured
         self.engine = build.build_engine(
             config,
             weights,

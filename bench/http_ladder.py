@@ -84,11 +84,11 @@ async def batch(args: argparse.Namespace, rows: int, *, stream: bool, tokens: in
     return {"rows": rows, "seconds": seconds, "tokens_per_second": rows * tokens / seconds}
 
 
-def streams(args: argparse.Namespace, concurrency: int, requests: int) -> dict:
+def streams(args: argparse.Namespace, concurrency: int, requests: int, *, tokens: int = TOKENS) -> dict:
     """So many requests of one prompt at once, through the load generator."""
     processes = min(args.processes, -(-concurrency // STREAMS_OF_CLIENT))  # those of one process start together
     argv = ["serve", "--url", args.url, "--concurrency", str(concurrency), "--num-prompts", str(requests)]
-    argv += ["--prompt-words", "16", "--max-tokens", str(TOKENS), "--ignore-eos", "--processes", str(processes)]
+    argv += ["--prompt-words", "16", "--max-tokens", str(tokens), "--ignore-eos", "--processes", str(processes)]
     keep, sys.argv = sys.argv, argv
     try:
         options = serve.read_arguments()

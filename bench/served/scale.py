@@ -2,12 +2,14 @@
 """How the speed grows with the engines of a host: forward alone, separate streams and one large request over HTTP.
 
     python bench/served/scale.py --devices 0,1,2,3 --size 7.2b --model-path M.pth [--counts 1,2,4] [--out FILE]
+    python bench/served/scale.py --devices auto --size 7.2b --model-path M.pth --tokens 128       # quick: about 40 s a count
     python bench/served/scale.py --devices cpu,cpu --fake-engine 20        # plausible or not, with stand-ins
 
 For each count the first so many devices are used. "forward" is `bench/engine.py` at --rows rows in one process for each card,
-all at once; "streams" is a server with --devices and --rows streams of one prompt for each, 256 tokens each, one token a chunk;
-"request" is one streamed request of as many prompts. "linear" is a figure beside that of one device times the count, "engines"
-how evenly the tokens were shared out: the least any engine made beside the most.
+all at once; "streams" is a server with --devices and --rows streams of one prompt for each, --tokens tokens each, one token a
+chunk; "request" is one streamed request of as many prompts, of which a short one warms the server up. "linear" is a figure
+beside that of one device times the count, "engines" how evenly the tokens were shared out: the least any engine made beside the
+most, "start_seconds" what the server took until it answered.
 """
 
 import argparse
@@ -33,6 +35,8 @@ from rwkv_batch.devices import card_environ, engine_devices
 ROOT = Path(__file__).resolve().parent.parent.parent
 START_SECONDS = 600  # for all engines to load and to tune their kernels
 NAMES = ("forward", "streams", "request")
+FORWARD_STEPS = 100  # of which the median is taken
+WARM_TOKENS = 8
 
 
 class Server:
@@ -49,12 +53,14 @@ class Server:
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=environ)
 
     def __enter__(self) -> "Server":
-        deadline = time.monotonic() + START_SECONDS
+        began = time.monotonic()
+        deadline = began + START_SECONDS
         while not (found := re.search(r"address  (http://\S+)  .*; (\d+) HTTP", Path(self.log.name).read_text())):
             if time.monotonic() > deadline or self.process.poll() is not None:
                 raise RuntimeError(Path(self.log.name).read_text())
             time.sleep(0.1)
         self.url, self.http_processes = found[1], int(found[2])
+        self.start_seconds = time.monotonic() - began
         time.sleep(1.0)  # every process has its tokenizer and has widened its threads
         return self
 
@@ -72,6 +78,7 @@ def main() -> None:
     parser.add_argument("--devices", default="auto")
     parser.add_argument("--counts", help="how many of them, such as 1,2,4; default: 1, 2, 4 and so on, and all")
     parser.add_argument("--rows", type=int, default=320, help="of each engine")
+    parser.add_argument("--tokens", type=int, default=http_ladder.TOKENS, help="that each stream samples")
     parser.add_argument("--size", help="of random weights for the forward pass, which is left out without it")
     parser.add_argument("--model-path", default="", help="what the server serves")
     parser.add_argument("--fake-engine", type=float, help="stand-ins instead, milliseconds a step")
@@ -84,6 +91,7 @@ def main() -> None:
     counts = [int(count) for count in args.counts.split(",")] if args.counts else doubling(len(devices))
     document = {
         "date": time.strftime("%Y-%m-%d"), "cpus": os.cpu_count(), "machine": platform.machine(), "rows": args.rows,
+        "tokens": args.tokens,
         "model": args.model_path or args.size or f"stand-in, {args.fake_engine:g} ms a step", "counts": {},
     }  # fmt: skip
     for count in counts:
@@ -106,10 +114,12 @@ def measure(devices: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second of each way."""
     found: dict[str, Any] = {"devices": devices}
     if args.size and "cpu" not in devices:
+        began = time.monotonic()
         found["forward"] = forward(devices, args)
+        print(f"forward on {len(devices)}: {found['forward']:,.0f} tokens/s, {time.monotonic() - began:.0f} s", flush=True)
     if args.model_path or args.fake_engine is not None:
         with Server(devices, args) as server:
-            found["http_processes"] = server.http_processes
+            found["http_processes"], found["start_seconds"] = server.http_processes, server.start_seconds
             found |= over_http(server.url, args, args.rows * len(devices))
     return found
 
@@ -118,7 +128,7 @@ def forward(devices: list[str], args: argparse.Namespace) -> float:
     """What the engines make together, each on its card, without a server."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{device}.json") for device in devices]
-        options = ["--size", args.size, "--batches", str(args.rows), "--prefill", "", "--iters", "400"]
+        options = ["--size", args.size, "--batches", str(args.rows), "--prefill", "", "--iters", str(FORWARD_STEPS)]
         running = [
             subprocess.Popen(
                 [sys.executable, str(ROOT / "bench" / "engine.py"), *options, "--out", str(file)],
@@ -134,13 +144,13 @@ def forward(devices: list[str], args: argparse.Namespace) -> float:
 
 
 def over_http(url: str, args: argparse.Namespace, rows: int) -> dict[str, Any]:
-    """Streams, then one request; each once before it counts."""
+    """Streams, then one request."""
     options = SimpleNamespace(url=url, processes=args.processes)
-    for _ in range(2):
-        before = asyncio.run(tokens_of(options))
-        streams = http_ladder.streams(options, rows, rows)
-        made = [now - then for now, then in zip(asyncio.run(tokens_of(options)), before, strict=True)]
-        request = asyncio.run(http_ladder.batch(options, rows, stream=True))
+    asyncio.run(http_ladder.batch(options, rows, stream=True, tokens=WARM_TOKENS))
+    before = asyncio.run(tokens_of(options))
+    streams = http_ladder.streams(options, rows, rows, tokens=args.tokens)
+    made = [now - then for now, then in zip(asyncio.run(tokens_of(options)), before, strict=True)]
+    request = asyncio.run(http_ladder.batch(options, rows, stream=True, tokens=args.tokens))
     return {
         "streams": streams["tokens_per_second"], "failed": streams["failed"], "ttft_ms": streams["ttft_ms"],
         "itl_ms": streams["itl_ms"], "client_cpu_percent": streams["client_cpu_percent"], "engines": min(made) / max(made),
