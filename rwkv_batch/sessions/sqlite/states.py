@@ -249,5 +249,5 @@ def let_go(connection: sqlite3.Connection, states: set[int]) -> list[int]:
 
 def is_used(connection: sqlite3.Connection, state: int) -> bool:
     """Whether a version or a turn needs this state."""
-    query = "SELECT 1 FROM kept_versions WHERE state = ?1 UNION ALL SELECT 1 FROM kept_turns WHERE base = ?1 LIMIT 1"
-    return connection.execute(query, (state,)).fetchone() is not None
+    query = "SELECT 1 FROM kept_versions WHERE state = ? UNION ALL SELECT 1 FROM kept_turns WHERE base = ? LIMIT 1"
+    return connection.execute(query, (state, state)).fetchone() is not None
