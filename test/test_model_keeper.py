@@ -11,6 +11,7 @@ from rwkv_batch.errors import CheckpointError, NoMemory
 from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.request import Failure
 from rwkv_batch.served.models import Defaults, Loaded, LoadModel, ModelTable, RemoveModel
+from rwkv_batch.server.engines import engine_of_all
 from rwkv_batch.server.models.keeper import ModelKeeper, session_file
 from rwkv_batch.server.supervisor import Supervisor
 
@@ -304,6 +305,17 @@ def test_each_model_has_a_session_file_of_its_own():
     assert files[0] == "/data/sessions.second.db"
     assert len(set(files)) == len(files)
     assert all(file.startswith("/data/sessions.") and file.count("/") == 2 and len(file) < 90 for file in files)
+
+
+def test_of_an_engine_that_went_no_files_stay(tmp_path):
+    supervisor = Supervisor(CONFIG, tmp_path, [])
+    for index in (1, 10):
+        supervisor.add(engine_of_all(index, CONFIG, tmp_path))
+        for ending in ("", ".states", ".states.adapters"):
+            (tmp_path / f"engine-{index}{ending}").touch()
+    supervisor.remove(1)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["engine-10", "engine-10.states", "engine-10.states.adapters"]
+    supervisor.selector.close()
 
 
 def test_orders_reach_the_keeper_once_the_server_is_there(tmp_path):
