@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 
 from rwkv_batch.config import Config
 from rwkv_batch.errors import InvalidRequest, NotInstalled, Overloaded
-from rwkv_batch.grammar import compiler
-from rwkv_batch.grammar.checker import Checker
 from rwkv_batch.text import grammar
 from rwkv_batch.text.grammar import Grammar
 from rwkv_batch.text.tokenizer import ByteTokenizer
+
+pytest.importorskip("llguidance", reason="requirements-grammar.txt is not installed")
+
+from rwkv_batch.grammar import compiler
+from rwkv_batch.grammar.checker import Checker
 
 
 def exponential(count: int) -> str:

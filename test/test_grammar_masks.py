@@ -9,7 +9,6 @@ import time
 import pytest
 import random_schemas
 import torch
-from jsonschema import Draft202012Validator, FormatChecker
 from models import TINY, random_tensors
 from test_worker import GREEDY, Harness, in_stages
 
@@ -100,11 +99,12 @@ class GrammarHarness(Harness):
 
 @pytest.mark.parametrize("vocab", [256, 65536])
 def test_a_row_says_what_its_schema_allows_and_ends_with_it(vocab):
+    jsonschema = pytest.importorskip("jsonschema")
     harness = GrammarHarness(vocab=vocab)
     texts, reasons = harness.say(of_schema(PERSON, "response_format"), copies=4)
     assert reasons == ["stop"] * 4
     for text in texts:
-        Draft202012Validator(PERSON).validate(json.loads(text))
+        jsonschema.Draft202012Validator(PERSON).validate(json.loads(text))
     assert len(set(texts)) > 1
 
 
@@ -311,6 +311,7 @@ def test_columns_of_a_reduced_vocabulary():
 
 
 def answers(seeds: range, vocab: int) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
     harness = GrammarHarness(vocab=vocab, slots=64)
     schemas = {f"{seed}": random_schemas.schema(seed) for seed in seeds}
     for id, schema in schemas.items():
@@ -320,7 +321,7 @@ def answers(seeds: range, vocab: int) -> None:
     for id, schema in schemas.items():
         text, reason = harness.texts[id][0], harness.finishes[id][0].reason
         assert reason == "stop", (schema, text)
-        Draft202012Validator(schema, format_checker=FormatChecker()).validate(json.loads(text))
+        jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(json.loads(text))
 
 
 def test_random_schemas_have_valid_answers():

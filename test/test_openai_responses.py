@@ -7,7 +7,6 @@ import pytest
 import quiet_robyn  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from test_openai_adapter import answer_to, payloads, step, text_of, to_request
 
@@ -17,12 +16,14 @@ from rwkv_batch.errors import InvalidRequest
 from rwkv_batch.request import Delta, Finish
 from rwkv_batch.text import grammar
 
+sdk = pytest.importorskip("openai.types.responses", reason="needs the SDK openai: requirements-test.txt")
+
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "name": "get_weather", "description": "Tells the weather", "parameters": CITY, "strict": True}
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files"}
 TOOLS = [WEATHER, {"type": "web_search"}, PATCH]
 CALL = '```json\n{"name":"get_weather","arguments":{"city":"Kyoto"}}\n```'
-EVENT: TypeAdapter = TypeAdapter(ResponseStreamEvent)
+EVENT: TypeAdapter = TypeAdapter(sdk.ResponseStreamEvent)
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +99,7 @@ def answers(texts: list[str], *, reason: str = "stop", **fields: Any) -> tuple[d
     whole, stream = (answer_to(ResponseFormatter, ResponseBody, **{"tools": TOOLS, "store": False, **fields}) for _ in range(2))
     response = json.loads([whole.document(event) for event in events][-1])
     told = [event for each in events for event in payloads(stream.chunks(each))]
-    Response.model_validate(response)
+    sdk.Response.model_validate(response)
     for number, event in enumerate(told):
         EVENT.validate_python(event)
         assert event["sequence_number"] == number

@@ -1,7 +1,5 @@
 """The Jinja chat template renders what the server itself makes of a conversation, in the environments that tools use."""
 
-import jinja2
-import jinja2.sandbox
 import pytest
 import quiet_robyn  # noqa: F401
 from hypothesis import example, given
@@ -11,10 +9,13 @@ from routes.openai.conversation import Conversation
 from rwkv_batch.errors import InvalidRequest
 from rwkv_batch.text.chat_template import CHAT_TEMPLATE
 
+jinja2 = pytest.importorskip("jinja2", reason="needs jinja2: requirements-test.txt")
+sandbox = pytest.importorskip("jinja2.sandbox")
+
 SETTINGS = {
     "plain": jinja2.Environment(),
     "lm-evaluation-harness": jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True),
-    "transformers": jinja2.sandbox.ImmutableSandboxedEnvironment(
+    "transformers": sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     ),
 }

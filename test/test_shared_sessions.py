@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from postgres_server import PostgresServer, find_program
 from shared_contract import (  # noqa: F401 - its tests run here
@@ -247,7 +246,7 @@ def bucket() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in said.items():
             patch.setenv(name, value)
-        httpx.put(f"http://{host}:{port}/states").raise_for_status()
+        pytest.importorskip("httpx").put(f"http://{host}:{port}/states").raise_for_status()
         yield "s3://states/prod"
     server.stop()
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import pydantic
 import pytest
+
+pytest.importorskip("openai", reason="needs the SDK openai: requirements-test.txt")
+
 from openai_checks import HELLO, Target
 
 

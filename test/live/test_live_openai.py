@@ -6,10 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import pytest
+
+pytest.importorskip("openai", reason="needs the SDK openai: requirements-test.txt")
+
 import httpx
 import openai
 import openai_checks
-import pytest
 from openai_checks import HELLO, Target
 from scripted_server import ANSWER, PASSWORD
 from server_process import PATIENCE, ROOT, ServerProcess, wait_until

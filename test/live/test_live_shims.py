@@ -6,9 +6,12 @@ import re
 from types import ModuleType
 from typing import Any
 
+import pytest
+
+pytest.importorskip("ollama", reason="needs the SDK ollama: requirements-test.txt")
+
 import httpx
 import ollama
-import pytest
 from scripted_server import ANSWER, PASSWORD
 from server_process import ROOT, ServerProcess
 

@@ -7,6 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("openai", reason="needs the SDK openai: requirements-test.txt")
+
 import tool_checks
 from openai.types.chat import ChatCompletionChunk
 from openai.types.responses import Response
