@@ -61,7 +61,7 @@ def whole(name: str, quant: str = ""):
     return build.build_engine(CONFIG, weights, SLOTS, **options)
 
 
-@functools.lru_cache(maxsize=2)
+@functools.cache
 def staged(name: str, kind: str, quant: str = ""):
     devices, tensors, form = cards(kind), tensors_of(name), quantisation(quant)
     shape = weights_module.check_tensors(tensors, name, None, form)
