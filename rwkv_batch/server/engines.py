@@ -50,6 +50,12 @@ class SupervisedEngine:
     leaving: bool = False
     stopping: bool = False
 
+    def remove_files(self) -> None:
+        """Remove its socket, and what says which states and adapters an engine in it has."""
+        address = Path(self.seat.address.removeprefix("ipc://"))
+        for file in (address, *address.parent.glob(f"{address.name}.*")):
+            file.unlink(missing_ok=True)
+
 
 def engines_of(config: Config, folder: Path, environ: Mapping[str, str] = os.environ) -> list[SupervisedEngine]:
     """The engines that the settings ask for: one on each of --devices, or one on --device."""

@@ -108,9 +108,7 @@ class Supervisor:
 
     def forget(self, index: int) -> None:
         """There is no such engine any more."""
-        socket_file = Path(self.engines.pop(index).seat.address.removeprefix("ipc://"))
-        for file in (socket_file, *socket_file.parent.glob(f"{socket_file.name}.*")):  # with what its variants were
-            file.unlink(missing_ok=True)
+        self.engines.pop(index).remove_files()
         self.due = [start for start in self.due if start[1:] != ("engine", index)]
         self.tell_seats()
 
