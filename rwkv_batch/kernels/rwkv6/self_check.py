@@ -13,7 +13,8 @@ from rwkv_batch.model.weight import Weight
 from rwkv_batch.model.weights import Weights
 
 TOLERANCE = 1e-2  # relative RMS; fp16 rounding between kernels leaves about 1e-3
-WIDTH, VOCAB, RANK_MIX, RANK_DECAY, LAYERS, SLOTS = 256, 512, 32, 64, 2, 100
+SMALL = Rwkv6Shape(num_layers=2, width=256, ffn_width=1024, vocab_size=512, rank_mix=32, rank_decay=64, head_size=64)
+SLOTS = 100
 CASES = ([1], [1] * 7, [1] * 16, [1] * 70, [40, 1, 7, 33])  # lengths of rows
 
 
@@ -46,14 +47,15 @@ def _run(model: Model, lengths: list[int], wkv_dtype: torch.dtype) -> list[Tenso
     slots = [(7 * i + 3) % SLOTS for i in range(len(lengths))]
     logits = []
     for _ in range(2):
-        tokens = torch.randint(0, VOCAB, (sum(lengths),), generator=generator, device=weights.device)
+        tokens = torch.randint(0, weights.shape.vocab_size, (sum(lengths),), generator=generator, device=weights.device)
         logits.append(model.forward(tokens, PackedRows(slots, lengths, weights.device), state).float().clone())
     return [*logits, state.shift.float(), state.wkv.float()]
 
 
-def random_weights(device: torch.device, seed: int = 0) -> Weights:
-    """Return a small model of random numbers in fp16."""
-    generator, c, f = torch.Generator(device=device).manual_seed(seed), WIDTH, 4 * WIDTH
+def random_weights(device: torch.device, seed: int = 0, shape: Rwkv6Shape = SMALL) -> Weights:
+    """Return a model of random numbers in fp16; its heads have 64 values."""
+    generator, c, f = torch.Generator(device=device).manual_seed(seed), shape.width, shape.ffn_width
+    rank_mix, rank_decay = shape.rank_mix, shape.rank_decay
 
     def normal(*dims: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
         return torch.randn(*dims, generator=generator, device=device) * std + mean
@@ -68,9 +70,9 @@ def random_weights(device: torch.device, seed: int = 0) -> Weights:
             **{f"{norm}_{kind}": normal(c, std=0.1, mean=float(kind == "weight"))
                for norm in ("ln1", "ln2", "ln_x") for kind in ("weight", "bias")},
             att_mix=blend, mix=torch.rand(len(MIXES), 1, c, generator=generator, device=device),
-            mix_down=matrix(c, len(MIXES) * RANK_MIX), mix_up=matrix(len(MIXES), RANK_MIX, c, inputs=8 * RANK_MIX),
-            decay=normal(c, std=2, mean=-2), decay_down=matrix(c, RANK_DECAY),
-            decay_up=matrix(RANK_DECAY, c, inputs=RANK_DECAY),
+            mix_down=matrix(c, len(MIXES) * rank_mix), mix_up=matrix(len(MIXES), rank_mix, c, inputs=8 * rank_mix),
+            decay=normal(c, std=2, mean=-2), decay_down=matrix(c, rank_decay),
+            decay_up=matrix(rank_decay, c, inputs=rank_decay),
             bonus=normal(c // 64, 64, std=0.5), rkvg=Weight(matrix(4, c, c)), output=Weight(matrix(c, c)),
             ffn_mix=torch.rand(2, 1, c, generator=generator, device=device),
             ffn_key=Weight(matrix(f, c)), ffn_receptance=Weight(matrix(c, c)),
@@ -78,14 +80,14 @@ def random_weights(device: torch.device, seed: int = 0) -> Weights:
         )  # fmt: skip
 
     return Weights(
-        shape=Rwkv6Shape(LAYERS, c, f, VOCAB, rank_mix=RANK_MIX, rank_decay=RANK_DECAY, head_size=64),
+        shape=shape,
         dtype=torch.float16,
         fingerprint="",
-        embedding=normal(VOCAB, c).half(),
-        layers=[layer() for _ in range(LAYERS)],
+        embedding=normal(shape.vocab_size, c).half(),
+        layers=[layer() for _ in range(shape.num_layers)],
         ln_out_weight=normal(c, std=0.1, mean=1),
         ln_out_bias=normal(c, std=0.1),
-        head=Weight(matrix(VOCAB, c)),
-        output_ids=torch.arange(VOCAB, device=device),
+        head=Weight(matrix(shape.vocab_size, c)),
+        output_ids=torch.arange(shape.vocab_size, device=device),
         architecture="RWKV-6",
     )
