@@ -1,10 +1,10 @@
 """What the engine side receives and what it gives back: requests, sequences, deltas, finishes. Plain Python.
 
-`Request`, `Delta`, `Finish` and `Progress` cross the process border as msgpack, so they are msgspec structs; `Sequence` is
-the engine's own record of one row and never leaves it.
+`Request`, `Delta`, `Finish`, `Progress` and `Text` cross the process border as msgpack, so they are msgspec structs;
+`Sequence` is the engine's own record of one row and never leaves it.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -141,13 +141,31 @@ class Finish(msgspec.Struct, array_like=True, frozen=True, gc=False):
     stop_text: str | None = None
 
 
-class Progress(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class Progress(msgspec.Struct, tag=0, array_like=True, frozen=True, gc=False):
     """What one step brought one request: scores of its prompts, all its rows' deltas, then the rows that ended with it."""
 
     request_id: str
     deltas: list[Delta]
     finishes: list[Finish]
     scores: list[PromptScore] = []
+
+
+class Text(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
+    """A `Progress` with nothing but one delta without log-probabilities, which nearly all are: it is made for each token of
+    each row that is streamed, and takes a quarter of the time so."""
+
+    request_id: str
+    index: int
+    text: str
+    tokens: int
+
+    finishes: ClassVar[tuple[Finish, ...]] = ()
+    scores: ClassVar[tuple[PromptScore, ...]] = ()
+
+    @property
+    def deltas(self) -> tuple[Delta]:
+        """As a `Progress` has it."""
+        return (Delta(self.index, self.text, self.tokens),)
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
@@ -173,7 +191,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
         return kind(self.message, param=self.param, code=self.code, retry_after=self.retry_after)
 
 
-Event = Progress | Failure
+Event = Progress | Text | Failure
 
 
 class Sequence:

@@ -53,7 +53,7 @@ class Watched(Harness):
         super().__init__(**fields)
         self.most = 0
         self.unread = Counter()
-        submit, collect = self.engine.submit, self.engine.collect
+        submit, read = self.engine.submit, self.engine.read
 
         def submitting(plan):
             step = submit(plan)
@@ -62,11 +62,11 @@ class Watched(Harness):
             self.most = max(self.most, len(self.worker._flight._steps) + 1)
             return step
 
-        def collecting(step):
+        def reading(step):
             self.unread.subtract(step.sequences)
-            return collect(step)
+            return read(step)
 
-        self.engine.submit, self.engine.collect = submitting, collecting
+        self.engine.submit, self.engine.read = submitting, reading
 
 
 @pytest.mark.parametrize(

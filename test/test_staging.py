@@ -3,16 +3,17 @@
 import pytest
 import torch
 from models import TINY, random_weights
-from test_worker import GREEDY, Memory, tokenizer_for
+from test_worker import GREEDY, Harness, Memory, tokenizer_for
 
 from rwkv_batch.engine.decode_graphs import DecodeGraphs
 from rwkv_batch.engine.engine import Engine, _Readback
 from rwkv_batch.engine.engine_loop import EngineLoop
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
 from rwkv_batch.engine.staging import BUFFERS, MaskStaging, Staging
+from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
-from rwkv_batch.request import Request
+from rwkv_batch.request import Request, Text
 from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.session_messages import Session
 from sampling.masks import SlotMasks
@@ -175,3 +176,49 @@ def test_decode_steps_get_their_slots(stream):
     stream.run(len(stream.queue))
     sizes = [4 if len(slots) <= 4 else 8 for slots in steps]
     assert stream.fed == [slots + [-1] * (size - len(slots)) for slots, size in zip(steps, sizes, strict=True)]
+
+
+class AsCaptured:
+    """Decode steps as graphs run them: over slots, whoever has them."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.num_replays = 0
+
+    def replay(self, slots, num_sampled=None):
+        engine, self.num_replays = self.engine, self.num_replays + 1
+        rows = PackedRows(slots, [1] * len(slots))
+        logits = engine.model.forward(None, rows, engine.state)
+        sampled = engine.sampler.sample(logits[:num_sampled], rows.slot_tensor[:num_sampled], slots[:num_sampled])
+        engine.state.last_ids[rows.slot_tensor[:num_sampled]] = sampled.ids
+        return sampled, logits
+
+
+def test_captured_steps_that_come_again_are_fed_as_if_they_were_put_together():
+    """Rows come and end while others go on; nothing is put together where the rows are those of the step before."""
+    texts, rest = [], []
+    for captured in (False, True):
+        harness = Harness(slots=6, mixed=False)
+        engine, events, again = harness.engine, [], []
+        if captured:
+            engine.graphs = AsCaptured(engine)
+            engine._way = engine._way._replace(graphs=engine.graphs)
+            plain = engine._replay_again
+            engine._replay_again = lambda steady, plain=plain, again=again: (again.append(steady.slots), plain(steady))[1]
+        deliver = harness.deliver
+        harness.worker.deliver = lambda batch, deliver=deliver, events=events: (events.extend(batch[b"test"]), deliver(batch))
+        for number, (count, length) in enumerate([(3, 30), (1, 9), (1, 50), (2, 17), (1, 40)]):
+            prompts = [[number * 16 + i + 1, 7, 9] for i in range(count)]
+            harness.submit(f"{number}", prompts, max_tokens=length, chunk_size=1 + number % 3, loop="continuous")
+            for _ in range(8):
+                harness.worker.step()
+        harness.run()
+        assert not harness.failures
+        texts.append({name: dict(rows) for name, rows in harness.texts.items()})
+        alone = [event for event in events if event.request_id in "124" and event.deltas and not event.finishes]
+        assert alone
+        assert all(type(event) is Text for event in alone), "one row's text is told as such"
+        rest = again
+    assert texts[0] == texts[1]
+    assert len(rest) > engine.graphs.num_replays / 2
+    assert len({tuple(slots) for slots in rest}) > 3

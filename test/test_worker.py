@@ -445,13 +445,13 @@ def test_what_ended_before_a_fatal_error_has_ended():
     harness = Harness()
     harness.submit("short", [[1]], max_tokens=1)
     harness.submit("long", [[2]], max_tokens=100)
-    plain = harness.engine.collect
+    plain = harness.engine.read
 
     def broken(step):
         yield from plain(step)
         raise RuntimeError("device lost")
 
-    harness.engine.collect = broken
+    harness.engine.read = broken
     with pytest.raises(RuntimeError, match="device lost"):
         harness.worker.run()
     assert harness.finishes["short"][0].reason == "length"

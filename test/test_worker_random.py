@@ -61,7 +61,7 @@ class TupleEngine:
                 tokens.append(Token(sequence, None if slot in self.sick else id))
         return Step(tokens, None)
 
-    def collect(self, step: Step) -> list[Token]:
+    def read(self, step: Step) -> list[Token]:
         return step.sequences
 
     def take(self, slot: int) -> Fed:

@@ -9,7 +9,7 @@ from routes.http.access import OWNER
 from routes.http.context import RequestContext
 from rwkv_batch.ipc.tickets import Ticket
 from rwkv_batch.metrics import HttpMetrics
-from rwkv_batch.request import Event, Progress
+from rwkv_batch.request import Event, Failure
 
 access_log = logging.getLogger("rwkv_batch.access")
 
@@ -51,7 +51,7 @@ class CallFigures:
 
     def observe(self, ticket: Ticket, event: Event) -> None:
         """Count one event."""
-        if not isinstance(event, Progress):
+        if isinstance(event, Failure):
             return
         if event.deltas and ticket.incremental:
             now = time.monotonic()

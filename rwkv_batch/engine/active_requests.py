@@ -15,7 +15,7 @@ from rwkv_batch.engine.row_output import Outbox, RowOutput
 from rwkv_batch.errors import EngineFailed, RwkvBatchError, Unavailable
 from rwkv_batch.grammar.masks import Grammars
 from rwkv_batch.model.state import Snapshot
-from rwkv_batch.request import Event, Failure, Finish, Progress, Reason, Request, Sequence
+from rwkv_batch.request import Event, Failure, Finish, Progress, PromptScore, Reason, Request, Sequence, TokenLogprob
 from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.session_messages import CommitResult
 from rwkv_batch.text.tokenizer import Tokenizer
@@ -149,6 +149,16 @@ class ActiveRequests(Admission):
             return
         row.reason = reason
         self._ending.append((sequence, row))
+
+    def _add_scores(self, sequence: Sequence, tokens: list[TokenLogprob]) -> None:
+        """Pass on how likely a piece of a prompt was; a row that samples nothing ends with the last piece."""
+        row = self._rows.get(sequence)
+        if row is None:
+            return
+        self._outbox.progress(row.active).scores.append(PromptScore(sequence.index, tokens))
+        row.num_scored += len(tokens)
+        if sequence.request.max_tokens == 0 and row.num_scored == len(sequence.prompt) - 1:
+            self._ended(sequence, row, "length")
 
     def _keep_ended(self) -> None:
         """Have the states of rows with complete texts kept; those that end together are copied together."""

@@ -1,12 +1,13 @@
 """Slots, model and sampler: the one place that steps the model.
 
-`submit` starts a step and returns at once where the device allows; `collect` waits for its ids. Sampled ids stay on the device
+`submit` starts a step and returns at once where the device allows; `read` waits for its ids. Sampled ids stay on the device
 as the next step's input, so a caller may submit the next step before it has seen them. Knows nothing of text or requests' ends.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,15 @@ class Way(NamedTuple):
     model: Model
     graphs: DecodeGraphs | None = None
     prefills: PrefillGraphs | None = None
+
+
+class Steady(NamedTuple):
+    """A captured decode step that may come again as it was: the rows of its plan, how it ran, and what was made of them."""
+
+    planned: list[Row] | None
+    way: Way
+    slots: list[int]
+    sequences: list[Sequence]
 
 
 @dataclass
@@ -92,6 +102,7 @@ class Engine:
         self.bank = bank
         self.adapted = adapted
         self._way = Way(model, graphs, prefills)  # of the step that is being submitted
+        self._steady = Steady(None, self._way, [], [])
         self.device = model.weights.device
         start = model.weights.start
         self._begin = state.snapshot_of(start) if start is not None else None  # what rows without a state begin with
@@ -109,6 +120,8 @@ class Engine:
             self._thread = threading.get_ident()
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
+        if plan.rows is self._steady.planned and not self.sampler.masks.masked:
+            return self._replay_again(self._steady)
         rows = plan.rows if not plan.mixes else [part for row in plan.rows for part in with_followers(row)]
         rows = sorted(rows, key=_slot)  # neighbouring slots are worked on in place
         starting = [row.sequence for row in rows if row.start]
@@ -123,6 +136,8 @@ class Engine:
         early = self._draw([row for row in rows if row.draws])
         step = self._run(rows)
         step.early = early
+        if not (plan.masked or plan.mixes or early) and self._was_plain(rows, step):
+            self._steady = Steady(plan.rows, self._way, [row.sequence.slot for row in rows], step.sequences)
         return step
 
     def _draw(self, rows: list[Row]) -> Step | None:
@@ -185,20 +200,24 @@ class Engine:
         step.scoring = scoring
         return step
 
-    def collect(self, step: Step) -> list[Token]:
-        """Wait for a step and return its ids; also for one without, or the host would run far ahead of the device."""
+    def read(self, step: Step) -> Iterable[tuple[Sequence, int | None, TokenLogprob | None]]:
+        """Wait for a step and give what `Token` has of each of its rows; also for a step without rows, or the host would run
+        far ahead of the device. It is to be looked at once: most steps make no object for each row."""
         if step.arrived is not None:
             step.arrived.synchronize()
         if step.sampled is None:
-            return []
+            return ()
         ids, finite = step.sampled.ids.tolist(), step.sampled.finite
         if step.sampled.logprobs is not None:
             rows = zip(step.sequences, ids, finite.tolist(), logprobs.of_sampled(step.sampled, step.sequences), strict=True)
-            return [Token(sequence, id, report) if ok else Token(sequence, None) for sequence, id, ok, report in rows]
-        if bool(finite.all()):
-            return [Token(*pair) for pair in zip(step.sequences, ids, strict=True)]
-        rows = zip(step.sequences, ids, finite.tolist(), strict=True)
-        return [Token(sequence, id if ok else None) for sequence, id, ok in rows]
+            return [(sequence, id, report) if ok else (sequence, None, None) for sequence, id, ok, report in rows]
+        if not bool(finite.all()):
+            ids = [id if ok else None for id, ok in zip(ids, finite.tolist(), strict=True)]
+        return zip(step.sequences, ids, repeat(None, len(ids)), strict=True)
+
+    def collect(self, step: Step) -> list[Token]:
+        """The same as a list."""
+        return [Token(*row) for row in self.read(step)]
 
     def stats(self) -> dict[str, int]:
         """Memory held; steps so far that ran as captured graphs, and decode steps launched operation by operation."""
@@ -241,6 +260,18 @@ class Engine:
         if keeping:
             self._keep(keeping, logits[len(sampling) :])
         return self._replayed(sampling, sampled, logits[: len(sampling)]) if sampling else self._unsampled()
+
+    def _was_plain(self, rows: list[Row], step: Step) -> bool:
+        """Whether a step was a captured one that did nothing but decode and sample all rows, in their order."""
+        if self._way.graphs is None or len(step.sequences) < len(rows) or step.sampled.logprobs is not None:
+            return False
+        return not any(row.ids for row in rows)
+
+    def _replay_again(self, steady: Steady) -> Step:
+        """Decode the same rows as before: nothing is looked up or put in order."""
+        self._way = steady.way
+        sampled, _ = self._way.graphs.replay(steady.slots)
+        return self._step(steady.sequences, sampled)
 
     def _is_captured(self, rows: list[Row]) -> bool:
         """Whether there is a graph of a prefill step that can feed these rows."""

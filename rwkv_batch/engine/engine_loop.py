@@ -23,7 +23,7 @@ from rwkv_batch.engine.token_mask import MaskPatience
 from rwkv_batch.errors import Conflict, EngineFailed, InvalidRequest, RwkvBatchError, Unavailable
 from rwkv_batch.grammar.masks import GrammarMask, Grammars
 from rwkv_batch.model.state import Snapshot, Together
-from rwkv_batch.request import Event, PromptScore, Sequence, TokenLogprob
+from rwkv_batch.request import Event, Sequence, TokenLogprob
 from rwkv_batch.scheduling.plan import Plan, Row
 from rwkv_batch.scheduling.scheduler import Scheduler
 from rwkv_batch.served.variants import Variant
@@ -300,18 +300,24 @@ class EngineLoop(ActiveRequests):
         """Turn a step's ids into text; end rows that stopped. `in_turn`: it is the first one under way."""
         for sequence, tokens in step.scoring.collect() if step.scoring is not None else ():
             self._add_scores(sequence, tokens)
-        tokens = self.engine.collect(step)
+        tokens = self.engine.read(step)
         if in_turn and self._pace is not None and step.arrived is not None:
             self._pace.ended(time.monotonic())
-        rows = self._rows
+        rows, num_quick = self._rows, 0
         for sequence, id, logprobs in tokens:
             row = rows.get(sequence)
             if row is None or row.reason is not None:
                 continue  # ended one step ago
             try:
-                self._read_token(row, sequence, id, logprobs)
+                if row.count < row.quick_until and row.feed_quickly(id):
+                    num_quick += 1
+                    if row.num_undelivered >= row.due_at:
+                        self._outbox.add_delta(sequence, row)
+                else:
+                    self._read_token(row, sequence, id, logprobs)
             except Exception as error:
                 self._fail(row.active, told(row.active.request, error))
+        self._totals["generation_tokens_total"] += num_quick
         self._keep_ended()
         if self.grammars is not None:
             self.grammars.flush()
@@ -364,16 +370,6 @@ class EngineLoop(ActiveRequests):
             self.scheduler.feed_forced(sequence, last, ids)
             if row.undelivered and 0 < request.chunk_size <= row.num_undelivered:
                 self._outbox.add_delta(sequence, row)
-
-    def _add_scores(self, sequence: Sequence, tokens: list[TokenLogprob]) -> None:
-        """Pass on how likely a piece of a prompt was; a row that samples nothing ends with the last piece."""
-        row = self._rows.get(sequence)
-        if row is None:
-            return
-        self._outbox.progress(row.active).scores.append(PromptScore(sequence.index, tokens))
-        row.num_scored += len(tokens)
-        if sequence.request.max_tokens == 0 and row.num_scored == len(sequence.prompt) - 1:
-            self._ended(sequence, row, "length")
 
 
 def checkpoint_distance(state_bytes: int) -> int:

@@ -1,5 +1,6 @@
 """The text side of rows: from sampled ids to what is delivered, and how far a kept state must reach."""
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -8,7 +9,7 @@ from itertools import chain
 from rwkv_batch.engine.admission import NOBODY, Accepted, ActiveRequest, Lease, Owner, stops_of
 from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.model.state import Snapshot, Together
-from rwkv_batch.request import Delta, Event, Failure, Finish, Progress, Reason, Request, Sequence, TokenLogprob
+from rwkv_batch.request import Delta, Event, Failure, Finish, Progress, Reason, Request, Sequence, Text, TokenLogprob
 from rwkv_batch.session_messages import Answer
 from rwkv_batch.text.detokenizer import IncrementalDetokenizer, StopMatcher
 from rwkv_batch.text.tokenizer import Tokenizer
@@ -32,6 +33,8 @@ class RowOutput:
     prompt        ids of the prompt, with the separator from the session's text before
     delivered     text delivered, only of rows whose answer is kept for an idempotency key
     armed_at      how many ids are sampled before stops count, 0: they do from the first
+    quick_until   how many ids may be fed by `feed_quickly`: not the last one, and none where an id is more than text
+    due_at        how many ids are delivered together
     """
 
     active: ActiveRequest
@@ -49,6 +52,29 @@ class RowOutput:
     num_scored: int = 0
     delivered: list[str] = field(default_factory=list)
     armed_at: int = 0
+    quick_until: int = field(init=False)
+    due_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        request = self.active.request
+        self.due_at = request.chunk_size or math.inf
+        asks_more = request.sampling.logprobs is not None or request.grammar is not None or self.armed_at > 0
+        self.quick_until = 0 if asks_more else request.max_tokens - 1
+
+    def feed_quickly(self, id: int | None) -> bool:
+        """Do what `feed` does, if the id is plain text and the row goes on; else nothing, and return False."""
+        lease = self.lease
+        if lease is not None and lease.revoked:
+            return False
+        text = self.detokenizer.feed_plain(id)
+        if not text:
+            return False
+        if lease is not None:
+            self.generated.append(id)
+        self.count += 1
+        self.num_undelivered += 1
+        self.undelivered += text
+        return True
 
     def feed(self, id: int, logprobs: TokenLogprob | None) -> bool:
         """Take one sampled id; returns whether the text stops with it."""
@@ -173,10 +199,12 @@ class Outbox:
         """Return what this step brought the request so far."""
         events = self._events[active.owner]
         request_id = active.request.id
-        progress = events.get(request_id)
-        if progress is None:
-            progress = events[request_id] = Progress(request_id, [], [])
-        return progress
+        event = events.get(request_id)
+        if event is None:
+            event = events[request_id] = Progress(request_id, [], [])
+        elif isinstance(event, Text):
+            event = events[request_id] = Progress(request_id, list(event.deltas), [])
+        return event
 
     def put(self, owner: Owner, event: Event) -> None:
         """All that there is to say to a request."""
@@ -192,9 +220,14 @@ class Outbox:
 
     def add_delta(self, sequence: Sequence, row: RowOutput, reason: Reason | None = None) -> None:
         """Have the text delivered that a row still holds."""
+        request = sequence.request
         logprobs = row.take_logprobs(reason) if row.logprobs else None
-        self.progress(row.active).deltas.append(Delta(sequence.index, row.undelivered, row.num_undelivered, logprobs))
-        if row.lease is not None and row.active.request.session.key is not None:
+        events = self._events[row.active.owner]
+        if logprobs is None and request.id not in events:
+            events[request.id] = Text(request.id, sequence.index, row.undelivered, row.num_undelivered)
+        else:
+            self.progress(row.active).deltas.append(Delta(sequence.index, row.undelivered, row.num_undelivered, logprobs))
+        if row.lease is not None and request.session.key is not None:
             row.delivered.append(row.undelivered)
         row.undelivered, row.num_undelivered = "", 0
 

@@ -7,7 +7,7 @@ may write there. Every memory that steps use again, and what guards it:
     masks of tokens                 `MaskStaging`: likewise
     fixed places on the device      the order of one stream: a copy to them waits for the step before, a copy from them goes
                                     before the next step
-    ids on their way to the host    `Engine.collect`: they are read before the step after the next is submitted, and there are
+    ids on their way to the host    `Engine.read`: they are read before the step after the next is submitted, and there are
                                     READBACKS places
     log-probabilities to the host   fresh pinned memory from torch, which is not given out again while a copy uses it
     controls, uncaptured inputs     pageable memory: CUDA has read it when the copy is submitted

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from rwkv_batch.request import Failure, Progress, Request
+from rwkv_batch.request import Failure, Progress, Request, Text
 from rwkv_batch.served.variants import Variant, VariantOrder, VariantsNow
 from rwkv_batch.session_messages import Deleted, Page, SessionCommand
 
@@ -187,7 +187,7 @@ class Found(msgspec.Struct, tag="found", array_like=True, frozen=True):
 class Batch(msgspec.Struct, tag="batch", array_like=True, frozen=True):
     """Engine: what one step brought all requests of this HTTP process, and which of them failed."""
 
-    progress: list[Progress]
+    progress: list[Progress | Text]
     failures: list[Failure]
     others: int = 0
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rwkv_batch.errors import RwkvBatchError
 from rwkv_batch.ipc.waker import call_back
-from rwkv_batch.request import Event, Failure, Progress, Request
+from rwkv_batch.request import Event, Failure, Request
 
 
 class Reader:
@@ -110,7 +110,7 @@ class Ticket:
         item = self.format_event(event) if self.format_event else event
         if item is not None:
             self.reader.put(item)
-        if isinstance(event, Progress):
+        if not isinstance(event, Failure):
             self.progressed_at = time.monotonic()
             if self.first_at is None and event.deltas:
                 self.first_at = self.progressed_at

@@ -14,6 +14,7 @@ class DecodingRows:
 
     def __init__(self, num_groups: int = 1):
         self._groups: list[dict[Sequence, Row]] = [{} for _ in range(num_groups)]
+        self._listed: list[list[Row] | None] = [None] * num_groups  # the rows of each group, until there are others
         self._slots = [0] * num_groups  # that the rows of each group have
         self._group_of: dict[Sequence, int] = {}
         self._next = 0  # whose turn it is
@@ -33,11 +34,13 @@ class DecodingRows:
             number = self._group_of[sequence] = self._emptiest()
             self._slots[number] += sequence.request.width
         self._groups[number][sequence] = row
+        self._listed[number] = None
 
     def __delitem__(self, sequence: Sequence) -> None:
         number = self._group_of.pop(sequence)
         self._slots[number] -= sequence.request.width
         del self._groups[number][sequence]
+        self._listed[number] = None
 
     def pop(self, sequence: Sequence) -> Row | None:
         """Forget a sequence and return its row, None where it has none."""
@@ -54,13 +57,17 @@ class DecodingRows:
     def turns(self) -> Iterator[tuple[int, list[Row]]]:
         """Yield the number, as a bit, and the rows of each group that has some, the one whose turn it is first.
 
-        The turn has passed to the next one when it is yielded.
+        The turn has passed to the next one when it is yielded. While the rows of a group are the same, so is the list, which is
+        not to be changed.
         """
         count = len(self._groups)
         for number in [(self._next + i) % count for i in range(count)]:
             if self._groups[number]:
                 self._next = (number + 1) % count
-                yield 1 << number, list(self._groups[number].values())
+                rows = self._listed[number]
+                if rows is None:
+                    rows = self._listed[number] = list(self._groups[number].values())
+                yield 1 << number, rows
 
     def _emptiest(self) -> int:
         """The group with the fewest slots; of equals the one whose turn is last: a row that comes need not wait for its ids."""

@@ -32,7 +32,7 @@ class Row:
 
 @dataclass(slots=True)
 class Plan:
-    """The rows of one step; slots are distinct.
+    """The rows of one step; slots are distinct. A list that was in a plan is never changed: if it comes again, so do its rows.
 
     masked  whether some of them sample under a mask
     mixes   whether some of them have followers

@@ -120,7 +120,7 @@ class Scheduler:
         self._groups = 0
         if self.mixed:
             rows = self._decode()  # before the prompts: a row decodes in the plan after the one that ends its prompt
-            rows += self._feed_prompts()
+            rows = rows + prompts if (prompts := self._feed_prompts()) else rows
         elif self._feeds_next:
             rows = self._feed_prompts()
             self._decoded_last = False
@@ -266,7 +266,8 @@ class Scheduler:
     def _decode(self) -> list[Row]:
         """Return one row for every decoding sequence of the group whose turn it is, but for those whose mask is not ready.
 
-        A group none of whose rows can run is passed over. The rows are the same objects in every plan, to save time.
+        A group none of whose rows can run is passed over. The rows are the same objects in every plan, and so is the list
+        while nothing changes, to save time.
         """
         rows: list[Row] = []
         for bit, rows in self._decoding.turns():

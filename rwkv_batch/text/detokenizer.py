@@ -147,6 +147,16 @@ class IncrementalDetokenizer:
             return self._show(end - length), True
         return self._show(len(self._held) - depth), False
 
+    def feed_plain(self, token: int | None) -> str | None:
+        """Return the text of a token, if nothing is held back and it is known to be whole characters and to begin no stop; else
+        nothing is fed. What `feed` would return first, at a third of the cost."""
+        if self._held:
+            return None
+        text = self._plain_texts.get(token)
+        if text is not None:
+            self._num_shown += 1
+        return text
+
     def finish(self) -> str:
         """Return what was held back and is no stop: for a row that ends without one, by its length or a cancel.
 

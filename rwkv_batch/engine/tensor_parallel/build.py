@@ -2,7 +2,7 @@
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 
 from rwkv_batch.config import Config, check_beside_tp
 from rwkv_batch.engine.decode_graphs import buckets_for
-from rwkv_batch.engine.engine import Engine, Step, Token
+from rwkv_batch.engine.engine import Engine, Step
 from rwkv_batch.engine.memory import MemoryPlan, free_memory
 from rwkv_batch.engine.tensor_parallel.graphs import ShardedDecodeGraphs, ShardedPrefillGraphs, prefill_sizes
 from rwkv_batch.errors import UsageError
@@ -31,6 +31,7 @@ from rwkv_batch.model.tensor_parallel.on_device import current
 from rwkv_batch.model.tensor_parallel.shard import Shard, columns_of, shard_shape
 from rwkv_batch.model.tensor_parallel.state import ShardedState
 from rwkv_batch.model.weights import ModelShape, Weights
+from rwkv_batch.request import Sequence, TokenLogprob
 from rwkv_batch.scheduling.plan import SCORED_TOKENS, Plan
 from sampling.base import GraphSampler
 from sampling.factory import make_sampler
@@ -120,10 +121,10 @@ class ShardedEngine(Engine):
         with self._told():
             return super().submit(plan)
 
-    def collect(self, step: Step) -> list[Token]:
-        """See `Engine.collect`."""
+    def read(self, step: Step) -> Iterable[tuple[Sequence, int | None, TokenLogprob | None]]:
+        """See `Engine.read`."""
         with self._told():
-            return super().collect(step)
+            return super().read(step)
 
     @contextmanager
     def _told(self) -> Iterator[None]:
