@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ from rwkv_batch.engine import engine_loop
 from rwkv_batch.engine.engine import Way
 from rwkv_batch.errors import Conflict, Forbidden, NoRoom, NotFound, RwkvBatchError, Unprocessable, UsageError
 from rwkv_batch.model import reference_ops
+from rwkv_batch.model.adapters import adapter_file
 from rwkv_batch.model.adapters.bank import AdapterBank
 from rwkv_batch.model.adapters.row_ops import RowAdapterOps
 from rwkv_batch.model.rwkv7 import Model
@@ -185,6 +187,20 @@ def test_what_cannot_be_used_is_422_and_leaves_all_as_it_was(kind, tmp_path):
     assert harness.adapters.variants == []
     assert harness.engine.bank.num_free == RANKS
     assert isinstance(harness.order(LoadAdapter(name="a", file=harness.file(1))), VariantsNow)
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch):
+    def changing(file: Path, *scaling):
+        adapter = read(file, *scaling)
+        os.utime(file, ns=(1, 1))
+        return adapter
+
+    read, harness = adapter_file.read, Adapted(tmp_path)
+    file = harness.file(1)
+    monkeypatch.setattr(adapter_file, "read", changing)
+    error = harness.order(LoadAdapter(name="a", file=file))
+    assert (type(error), error.code) == (Conflict, "file_changed")
+    assert harness.adapters.variants == []
 
 
 def test_one_load_at_a_time_and_none_while_draining(tmp_path, monkeypatch):

@@ -233,6 +233,7 @@ BROKEN = {
     "garbage safetensors": (lambda f: (f / "a.st", (f / "a.st").write_bytes(b"\xff" * 999))[0], "not a readable safetensors"),
     "a text": (lambda f: (f / "a.txt", (f / "a.txt").write_text("x"))[0], "not the file of an adapter"),
     "a list": (lambda f: _save(f / "a.pth", [torch.ones(2)]), "instead of named tensors"),
+    "no tensors": (lambda f: _save(f / "a.pth", {}), "instead of named tensors"),
     "NaN": (lambda f: _good(f, **{f"{KEY}__lora_A": torch.full((RANK, 128), float("nan"))}), "not finite"),
     "infinity": (lambda f: _good(f, **{f"{KEY}__lora_B": torch.full((128, RANK), float("inf"))}), "not finite"),
     "whole numbers": (lambda f: _good(f, **{f"{KEY}__lora_A": torch.ones(RANK, 128, dtype=torch.int64)}), "no floating-point"),

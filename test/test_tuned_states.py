@@ -85,6 +85,30 @@ def test_the_axes_are_those_of_the_oracle(tmp_path):
     assert read(tmp_path / "c.st", transpose=False).key != state.key
 
 
+@pytest.mark.parametrize("name", ["random", "real"])
+def test_a_state_is_to_the_rwkv_package_what_it_is_here(tmp_path, request, name):
+    """Its states lie one layer after another, three parts each, of which the second is the one that is tuned."""
+    os.environ.update(RWKV_V7_ON="1", RWKV_JIT_ON="0", RWKV_CUDA_ON="0")
+    package = pytest.importorskip("rwkv.model", reason="needs the PyPI package rwkv")
+    if name == "real":
+        file = request.getfixturevalue("real_checkpoint") / "rwkv7-tiny-L12-D64-V256.pth"
+    else:
+        torch.save(random_tensors(TINY, 256), file := tmp_path / "m.pth")
+    weights, tokens = weights_module.load(file), [5, 77, 130, 9] * 8
+    shape = weights.shape
+    path = Path(write(tmp_path / "a.pth", tensors := tensors_of(1, shape.num_layers, shape.num_heads)))
+    slots = State(shape, 1)
+    slots.put(0, slots.snapshot_of(read_state(path, shape, field="state").wkv))
+    found = Model(weights).forward(torch.tensor(tokens), PackedRows([0], [len(tokens)]), slots)[0]
+    peer = package.RWKV(model=str(file.with_suffix("")), strategy="cpu fp32")
+    state = peer.generate_zero_state()
+    for i in range(shape.num_layers):
+        state[3 * i + 1] = tensors[f"blocks.{i}.att.time_state"].float()
+    wanted = peer.forward(tokens, state)[0][weights.output_ids]
+    assert (found - wanted).abs().max() < 1e-4 * max(1, wanted.abs().max())
+    assert (found - peer.forward(tokens, None)[0][weights.output_ids]).abs().max() > 1e-2
+
+
 def damaged(kind: str, path: Path) -> None:
     """Write a file that cannot be used."""
     tensors = tensors_of(2)
@@ -110,6 +134,8 @@ def damaged(kind: str, path: Path) -> None:
         write(path, {**tensors, "blocks.0.att.x_r": torch.zeros(4)})
     elif kind == "offset":
         write(path, {**tensors, "blocks.0.att.time_offset": torch.zeros(128)})
+    elif kind == "no tensors":
+        write(path, {})
     elif kind == "nothing":
         write(path, {"emb.weight": torch.zeros(4)})
     elif kind == "nan":
@@ -126,7 +152,8 @@ def damaged(kind: str, path: Path) -> None:
         ("code", "zip"), ("code in a zip", "nothing in it was run"), ("empty", "zip"), ("cut", "zip"),
         ("integers", "int32"), ("a layer less", "1 layers of"), ("other heads", "of [3, 64, 64], the model 2 of [2, 64, 64]"),
         ("a gap", "layer 1 is missing"), ("foreign", "more than a state"), ("offset", "time_offset"),
-        ("nothing", "no time_state"), ("nan", "not finite"), ("infinite", "not finite"), ("large", "more than a state"),
+        ("no tensors", "instead of named tensors"), ("nothing", "no time_state"),
+        ("nan", "not finite"), ("infinite", "not finite"), ("large", "more than a state"),
     ],
 )  # fmt: skip
 def test_files_that_are_refused(tmp_path, kind, words):
@@ -141,12 +168,13 @@ def test_files_that_are_refused(tmp_path, kind, words):
     assert (error.status, error.param) == (422, "state_filename")
 
 
-def test_a_safetensors_file_that_is_cut_is_refused(tmp_path):
+def test_a_safetensors_file_that_is_cut_or_none_is_refused(tmp_path):
     path = tmp_path / "bad.st"
     write(path, tensors_of(2))
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(RwkvBatchError, match="safetensors"):
-        read(path)
+    for data in (path.read_bytes()[:-100], b"\xff" * 4096):
+        path.write_bytes(data)
+        with pytest.raises(RwkvBatchError, match="safetensors"):
+            read(path)
 
 
 def test_a_number_that_fp16_does_not_have(tmp_path):

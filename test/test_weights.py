@@ -13,8 +13,10 @@ import torch
 from models import SHAPES, TINY, random_tensors
 from safetensors.torch import save_file
 
-from rwkv_batch.errors import CheckpointError
-from rwkv_batch.model import weights
+from rwkv_batch.config import Config
+from rwkv_batch.engine.build import build_engine_loop
+from rwkv_batch.errors import CheckpointError, NoMemory
+from rwkv_batch.model import checkpoint, weights
 
 
 def tensors_equal(a: weights.Weights, b: weights.Weights) -> bool:
@@ -194,6 +196,7 @@ BROKEN = {
         "no values: blocks.0.ffn.key.weight",
     ),
     "meta tensor": (lambda f, t: _save(f / "m.pth", t | {"emb.weight": t["emb.weight"].to("meta")}), "no values: emb.weight"),
+    "no entries": (lambda f, t: _save(f / "m.pth", {}), "instead of named tensors"),
     "no dict": (lambda f, t: _save(f / "m.pth", list(t.values())), "instead of named tensors"),
     "no tensors": (lambda f, t: _save(f / "m.pth", {"emb.weight": 3}), "no plain tensor"),
     "sparse": (lambda f, t: _save(f / "m.pth", t | {"ln_out.bias": torch.ones(128).to_sparse()}), "no plain tensor"),
@@ -216,6 +219,35 @@ def test_broken_checkpoint_is_refused_in_one_line(name, tmp_path):
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_file_that_cannot_be_mapped_lacks_memory(tmp_path, monkeypatch, suffix):
+    def unmappable(*args, **more):
+        raise RuntimeError("unable to mmap 420135367351 bytes from file <m>: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(torch, "load", unmappable)
+    monkeypatch.setattr(checkpoint, "safe_open", unmappable)
+    path = tmp_path / f"m{suffix}"
+    torch.save({}, path)
+    with pytest.raises(NoMemory, match="not enough memory to map") as refusal:
+        checkpoint.read_file(path)
+    assert refusal.value.status == 507
+
+
+def test_a_model_whose_file_changes_while_it_is_read_is_not_served(tmp_path, monkeypatch):
+    """Its tensors are read where they lie, so they could be of both versions."""
+
+    def changing(path: Path) -> dict[str, torch.Tensor]:
+        tensors = {key: tensor.clone() for key, tensor in read_file(path).items()}
+        os.utime(path, ns=(1, 1))
+        return tensors
+
+    read_file = checkpoint.read_file
+    torch.save(random_tensors(TINY, 256), tmp_path / "m.pth")
+    monkeypatch.setattr(checkpoint, "read_file", changing)
+    with pytest.raises(CheckpointError, match=r"m\.pth: changed while it was read"):
+        build_engine_loop(Config(model_path=str(tmp_path / "m.pth"), device="cpu", threads=1, slots=2), lambda batch: None)
 
 
 def test_missing_file_names_what_was_looked_for(tmp_path):

@@ -102,6 +102,7 @@ def build_engine_loop(
     device = choose_device(config.device)
     store = open_store(config, store_path) if config.state_db or config.state_url else None
     dtype = choose_dtype(config, device)
+    version = checkpoint.version_of(find_model(config))
     tensors, name, stored = read_model(config)
     quant = choose_quant(config, name, stored)
     kernels = find_kernels(config, device, architecture_of(tensors, name), quant=bool(quant.format))
@@ -137,6 +138,7 @@ def build_engine_loop(
         layer_devices=pipeline and pipeline.layer_devices,
     )
     weights = read(tensors, device=device) if spread is None else spread.load(tensors, read)
+    checkpoint.check_version(Path(name), version)
     for line in weights_module.iter_summary(weights):
         log.info("%s", line)
     library = None if kernels is None else kernels.result()

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rwkv_batch.config import model_files
-from rwkv_batch.errors import CheckpointError
+from rwkv_batch.errors import CheckpointError, NoMemory
 from rwkv_batch.model.packed_file import unpack
 
 MIN_TORCH = (2, 10)  # older unpicklers could be made to corrupt memory (CVE-2026-24747)
@@ -42,6 +42,31 @@ def read_file(file: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{file}: not a readable safetensors file ({one_line(error)})") from None
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror or one_line(error)}") from None
+    except RuntimeError as error:
+        raise _unreadable(file, error) from None
+
+
+def version_of(file: Path) -> tuple[int, int, int]:
+    """Return what differs when the file was written to or replaced; CheckpointError when it is not there."""
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror or one_line(error)}") from None
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def check_version(file: Path, version: tuple[int, int, int]) -> None:
+    """CheckpointError when the file is not what it was: tensors are read where they lie, so some may be of either version."""
+    if version_of(file) != version:
+        raise CheckpointError(f"{file}: changed while it was read")
+
+
+def _unreadable(file: Path, error: Exception) -> CheckpointError:
+    """What is told of a file that torch cannot map."""
+    if "allocate memory" in str(error):
+        return NoMemory(f"{file}: not enough memory to map its {file.stat().st_size:,} bytes")
+    kind = "safetensors" if file.suffix in (".safetensors", ".st") else file.suffix
+    return CheckpointError(f"{file}: not a readable {kind} file ({one_line(error)})")
 
 
 def _read_pth(file: Path) -> dict[str, torch.Tensor]:
@@ -53,7 +78,7 @@ def _read_pth(file: Path) -> dict[str, torch.Tensor]:
     except pickle.UnpicklingError:
         raise CheckpointError(f"{file}: holds more than tensors, nothing in it was run; only plain checkpoints load") from None
     except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{file}: not a readable .pth file ({one_line(error)})") from None
+        raise _unreadable(file, error) from None
     if not isinstance(content, dict) or not content:
         raise CheckpointError(f"{file}: holds a {type(content).__name__} instead of named tensors")
     for key, value in content.items():

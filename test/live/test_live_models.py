@@ -1,5 +1,7 @@
 """Models that come and go in a running server."""
 
+import json
+import math
 import os
 import signal
 import threading
@@ -7,10 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-from models import ROOT, TINY, random_tensors
+from models import ROOT, SHARED, TINY, random_tensors
 from server_process import ServerProcess, process_figures, wait_until
 
+from rwkv_batch.model.weights import ModelShape
+
 DEMO = ROOT / "demo" / "model.rwkv"
+REAL = SHARED / "checkpoints" / "tiny-rwkv-7v0-834K" / "rwkv7-tiny-L12-D64-V256.pth"
 
 
 class Load:
@@ -126,6 +131,19 @@ def kill_while_loading(server: ServerProcess, name: str) -> None:
     assert server.children("engine") == engines
 
 
+def write_larger_than_memory(path: Path) -> None:
+    """A checkpoint of zeros four times as large as this machine's memory, which takes no room on the disk."""
+    layer = 24 * 4096**2  # bytes, about
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    entries, end = {}, 0
+    for name, dims in ModelShape(4 * memory // layer + 1, 4096, 16384, 65536, 128, 128, 96, 480).tensors().items():
+        begin, end = end, end + 2 * math.prod(dims)
+        entries[name] = {"dtype": "F16", "shape": dims, "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + end)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_files_that_only_the_engine_can_refuse(folder, models):
@@ -137,12 +155,15 @@ def test_files_that_only_the_engine_can_refuse(folder, models):
         ("shape", "head.weight", torch.ones(3, 3)),
     ):
         torch.save(dict(random_tensors(TINY, 256)) | {key: tensor}, models / f"{name}.pth")
+    write_larger_than_memory(models / "large.safetensors")
     with ServerProcess("--models-dir", str(models), folder=folder, model=DEMO) as server:
         load = Load(server)
         engines = server.children("engine")
         for name in ("nan", "shape"):
             status, answer = server.post({"model_filename": name}, "/loadmodel")
             assert (status, f"{name}.pth" in answer["error"]) == (422, True), answer
+        status, answer = server.post({"model_filename": "large"}, "/loadmodel")
+        assert (status, "memory" in answer["error"]) == (507, True), answer
         kill_while_loading(server, "a")
         load.close()
         assert load.wrong == []
@@ -154,17 +175,27 @@ def test_files_that_only_the_engine_can_refuse(folder, models):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ["stub", "demo"])
 def test_twenty_swaps_under_load(folder, models, engine):
-    """Nothing fails, and no process grows: neither the supervisor nor HTTP processes, nor what the engines leave behind."""
+    """Nothing fails, and no process grows: neither the supervisor nor HTTP processes, nor what the engines leave behind.
+
+    Models of different sizes and vocabularies take turns: the built-in one, a random one, and a real one of others where it is
+    at hand.
+    """
+    import torch
+
+    torch.save(random_tensors(TINY, 256), models / "random.pth")
+    if REAL.is_file():
+        (models / "real.pth").write_bytes(REAL.read_bytes())
+    turns = ["a", "random", "real"] if REAL.is_file() else ["a", "random"]
     model = {"model": DEMO} if engine == "demo" else {}
     with ServerProcess("--models-dir", str(models), folder=folder, **model) as server:
         load = Load(server)
         sizes: list[dict[int, tuple[int, int, int]]] = []
         for number in range(20):
-            swap(server, "ab"[number % 2])
+            swap(server, turns[number % len(turns)])
             sizes.append({pid: process_figures(pid) for pid in [server.process.pid, *server.children("http")]})
         load.close()
         assert load.wrong == []
-        assert set(load.models) >= {"a", "b"}
+        assert set(load.models) >= set(turns)
         wait_until(lambda: len(server.children("engine")) == 1, 30, "the last engine but one has ended")
         for pid, (threads, descriptors, resident) in sizes[-1].items():
             before = sizes[4][pid]
