@@ -4,6 +4,7 @@ import collections
 import contextlib
 import os
 import queue
+import random
 import threading
 import time
 
@@ -17,9 +18,10 @@ from rwkv_batch.ipc import link as link_end
 from rwkv_batch.ipc import messages
 from rwkv_batch.ipc import server as server_end
 from rwkv_batch.ipc.client import EngineClient
+from rwkv_batch.ipc.late_texts import LATE_MESSAGES, LateTexts
 from rwkv_batch.ipc.server import EngineServer
 from rwkv_batch.ipc.tickets import Ticket
-from rwkv_batch.request import Delta, Failure, Finish, Progress, Request
+from rwkv_batch.request import Delta, Failure, Finish, Progress, Request, Text
 from sampling.params import SamplingParams
 
 
@@ -301,6 +303,59 @@ class Recorder:
 
     def stats(self) -> dict:
         return {}
+
+
+def test_texts_are_joined_where_the_thread_is_behind():
+    """Each request is told the same in the same order, in fewer events."""
+    rng, told = random.Random(1), []
+    late = LateTexts(told.append)
+    came = []
+    for number in range(400):
+        name, index = rng.choice("abc"), rng.choice([0, 0, 0, 1])
+        text = Text(name, index, f" {number}", 1)
+        whole = Progress(name, [Delta(index, f" {number}", 1)], [Finish(index, "length", 1, 1)])
+        came.append(rng.choice([text] * 6 + [whole, Failure(name, "EngineFailed", f"{number}")]))
+        late.add(came[-1])
+        if number % 50 == 49:
+            late.flush()
+    assert {name: said(name, told) for name in "abc"} == {name: said(name, came) for name in "abc"}
+    assert len(told) < len(came) * 0.7
+
+
+def said(name, events):
+    """What a request was told: the text of each row between its other events, and how many tokens."""
+    found = [(None, "", 0)]
+    for event in events:
+        if event.request_id != name:
+            continue
+        if isinstance(event, Failure) or event.finishes:
+            found.append(event)
+        elif isinstance(found[-1], tuple) and found[-1][0] == event.index:
+            found[-1] = (event.index, found[-1][1] + event.text, found[-1][2] + event.tokens)
+        else:
+            found.append((event.index, event.text, event.tokens))
+    return found
+
+
+def test_a_client_that_was_held_up_is_told_all(address, client, opened, monkeypatch):
+    """More steps wait than it looks at one by one."""
+    server, worker = opened(EngineServer(address)), Recorder()
+    server.attach(worker)
+    server.start()
+    wait_until(lambda: client.ready)
+    ticket = client.submit(request("a"))
+    wait_until(lambda: ticket.accepted)
+    held, plain, steps = threading.Event(), client._feed, 3 * LATE_MESSAGES
+    monkeypatch.setattr(client, "_feed", lambda link, event: (held.wait(30), plain(link, event)))
+    for number in range(steps):
+        server.deliver({worker.owners["a"]: [Text("a", 0, f" {number}", 1)]})
+        wait_until(lambda: not server._outbox)
+    server.deliver({worker.owners["a"]: [Progress("a", [], [Finish(0, "length", 1, steps)])]})
+    held.set()
+    texts = [event for event in drain(ticket) if isinstance(event, Text)]
+    assert "".join(event.text for event in texts) == "".join(f" {number}" for number in range(steps))
+    assert sum(event.tokens for event in texts) == steps
+    assert len(texts) < steps
 
 
 def test_a_peer_that_does_not_read_loses_its_own_tickets_only(address, client, opened, monkeypatch):

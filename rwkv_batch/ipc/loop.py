@@ -14,6 +14,7 @@ import zmq
 
 from rwkv_batch.errors import EngineFailed, NotBegun, RwkvBatchError, Unavailable
 from rwkv_batch.ipc.handover import Handover
+from rwkv_batch.ipc.late_texts import read_all
 from rwkv_batch.ipc.link import EngineLink, Pace, Part, SessionAnswer
 from rwkv_batch.ipc.messages import (
     PHASES,
@@ -137,8 +138,7 @@ class LinkLoop:
             self._send_out()
             for link in self.links:
                 try:
-                    for message in link.messages():
-                        self._take(link, message)
+                    read_all(link.messages(), partial(self._feed, link), partial(self._take, link))
                     link.check_up(ready)
                 except ConnectionError as error:
                     self._lose(link, str(error))
@@ -313,11 +313,9 @@ class LinkLoop:
                 order.heard(link, Failure.of("", Unavailable("the engine does not keep up", code="engine_busy")))
 
     def _take(self, link: EngineLink, message: ToHttp) -> None:
-        """Act on one message. Raises ConnectionError when the engine knows nothing of this process."""
+        """Act on one message but for its events. Raises ConnectionError when the engine knows nothing of this process."""
         if isinstance(message, Batch):
             link.others = message.others
-            for event in (*message.progress, *message.failures):
-                self._feed(link, event)
         elif isinstance(message, Found):
             question = self._questions.get(message.question)
             if question is not None and question.heard(link.seat.index, message.requests):
@@ -350,9 +348,10 @@ class LinkLoop:
             link.drop(part)
         else:
             part.accepted = True
-            link.ended(part, len(event.finishes))
-            if not part.open_rows:
-                link.drop(part)
+            if event.finishes:
+                link.ended(part, len(event.finishes))
+                if not part.open_rows:
+                    link.drop(part)
         self._pass_on(part.ticket, event)
 
     def _pass_on(self, ticket: Ticket, event: Event) -> None:

@@ -10,7 +10,7 @@ from rwkv_batch.request import Failure, Progress, Request, Text
 from rwkv_batch.served.variants import Variant, VariantOrder, VariantsNow
 from rwkv_batch.session_messages import Deleted, Page, SessionCommand
 
-HIGH_WATER = 1000  # of these that wait for an HTTP process that does not read: some ten seconds of steps
+HIGH_WATER = 10_000  # of these that wait for an HTTP process that does not read: ten seconds of the quickest steps
 SUBMIT_HIGH_WATER = 10_000  # that wait for the engine
 PHASES = ("ready", "loading", "draining", "lost")  # what is told of several engines is the first of these that one is in
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)  # what decoding raises

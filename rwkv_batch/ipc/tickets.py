@@ -110,11 +110,12 @@ class Ticket:
         item = self.format_event(event) if self.format_event else event
         if item is not None:
             self.reader.put(item)
-        if not isinstance(event, Failure):
+        if self.failure is None:
             self.progressed_at = time.monotonic()
             if self.first_at is None and event.deltas:
                 self.first_at = self.progressed_at
-        self._tell_answered()
+        if self.answered is not None:
+            self._tell_answered()
         if self.open_rows <= 0:
             self.end()
 
