@@ -211,8 +211,9 @@ class Engine:
         if step.sampled.logprobs is not None:
             rows = zip(step.sequences, ids, finite.tolist(), logprobs.of_sampled(step.sampled, step.sequences), strict=True)
             return [(sequence, id, report) if ok else (sequence, None, None) for sequence, id, ok, report in rows]
-        if not bool(finite.all()):
-            ids = [id if ok else None for id, ok in zip(ids, finite.tolist(), strict=True)]
+        known = finite.tolist()  # an operation of torch would let go of the interpreter's lock, and wait to have it again
+        if False in known:
+            ids = [id if ok else None for id, ok in zip(ids, known, strict=True)]
         return zip(step.sequences, ids, repeat(None, len(ids)), strict=True)
 
     def collect(self, step: Step) -> list[Token]:

@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from rwkv_batch.sessions.sqlite.many_rows import execute_for
 from rwkv_batch.sessions.sqlite.schema import SEAL_BYTES, STATE_SHIFT, checksum_of
 from rwkv_batch.sessions.sqlite.sealing import Sealer, sealed
 from rwkv_batch.sessions.store import NewVersion
@@ -154,7 +155,7 @@ def new_turn(connection: StateConnection, base: Kept, ids: Sequence[int], model:
 def add_turns(connection: sqlite3.Connection, turns: Iterable[Turn]) -> None:
     """Write turns."""
     rows = [(*turn, checksum_of(*turn)) for turn in turns]
-    connection.executemany("INSERT INTO kept_turns VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+    execute_for(connection, "INSERT INTO kept_turns VALUES {rows}", rows)
 
 
 def add_turn(connection: StateConnection, base: Kept, ids: Sequence[int], model: str) -> Kept:
@@ -202,11 +203,8 @@ def version_row(new: NewVersion, session: int, kept: Kept, origin: int | None) -
 
 def add_versions(connection: sqlite3.Connection, rows: list[tuple]) -> None:
     """Write the rows of versions."""
-    connection.executemany(
-        "INSERT INTO kept_versions (session, version, state, tokens, newlines, num_bytes, updated, origin, seal, checksum)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        rows,
-    )
+    columns = "session, version, state, tokens, newlines, num_bytes, updated, origin, seal, checksum"
+    execute_for(connection, f"INSERT INTO kept_versions ({columns}) VALUES {{rows}}", rows)
 
 
 def add_spare(connection: sqlite3.Connection, states: Iterable[int]) -> None:

@@ -6,6 +6,7 @@ A turn for which something is not known is written by `SessionDatabase` step by 
 
 from typing import NamedTuple
 
+from rwkv_batch.sessions.sqlite.many_rows import execute_for
 from rwkv_batch.sessions.sqlite.states import Kept, StateConnection, add_turns, add_versions, new_turn, version_row
 from rwkv_batch.sessions.store import NewVersion
 
@@ -79,16 +80,19 @@ class SteadyTurns:
             rows.append(version_row(new, newest.session, kept, None))
             states = (*newest.states, turn.state)[-self._max_versions :]
             after.append(Newest(newest.session, new.version, new.updated, kept, states))
-        changed = connection.executemany(
-            "UPDATE kept_sessions SET version = ?, updated = ? WHERE id = ? AND version = ?",
+        changed = execute_for(
+            connection,
+            "UPDATE kept_sessions SET version = new.column1, updated = new.column2 FROM (VALUES {rows}) AS new"
+            " WHERE kept_sessions.id = new.column3 AND kept_sessions.version = new.column4",
             [(new.version, new.updated, known.session, known.version) for new, known in zip(versions, before, strict=True)],
-        ).rowcount
+        )
         if changed != len(versions):
             raise NotAsKnown
         add_turns(connection, turns)
         add_versions(connection, rows)
-        old = [(newest.session, newest.version - self._max_versions) for newest in after if newest.version > self._max_versions]
-        connection.executemany("DELETE FROM kept_versions WHERE session = ? AND version = ?", old)
+        old = [(newest.session,) for newest in after if newest.version > self._max_versions]
+        gone = f"(SELECT version - {self._max_versions:d} FROM kept_sessions WHERE id = session)"
+        execute_for(connection, f"DELETE FROM kept_versions WHERE session IN (VALUES {{rows}}) AND version = {gone}", old)
         return after
 
     def follow(self, new: NewVersion, session: int, kept: Kept) -> Newest:
