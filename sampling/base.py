@@ -100,6 +100,7 @@ class Controls:
         self._one = torch.ones(1, dtype=torch.int64, device=device)
         self.needs = [Needs()] * num_slots
         self.host_step = [0] * num_slots
+        self._values: list[dict[str, float] | None] = [None] * num_slots  # what `_set` has set
         self.temperature = full(1, torch.float32)
         self.top_k = full(self.num_columns, torch.int32)
         self.top_p = full(torch.inf, torch.float32)
@@ -154,10 +155,7 @@ class Controls:
         numbers = [place[id(p)] for p in params]
         controls, biases, needs = zip(*map(self._derive, distinct.values()), strict=True)
         index, source = self._copied(slots, torch.int64), self._copied(numbers, torch.int64)
-        table = self._copied([list(values.values()) for values in controls], torch.float64)  # exact for all of them
-        for name, column in zip(controls[0], table.index_select(0, source).unbind(1), strict=True):
-            control = getattr(self, name)
-            control.index_copy_(0, index, column.to(control.dtype))
+        self._set([(slot, controls[number]) for slot, number in zip(slots, numbers, strict=True)])
         fresh = memoryview(secrets.token_bytes(8 * len(slots))).cast("q")
         seeds = [seed if p.seed is None else _signed(p.seed) for seed, p in zip(fresh, params, strict=True)]
         self.seed.index_copy_(0, index, self._copied(seeds, torch.int64))
@@ -172,6 +170,19 @@ class Controls:
         for slot, number in zip(slots, numbers, strict=True):
             self.needs[slot] = needs[number]
             self.host_step[slot] = 0
+
+    def _set(self, wanted: list[tuple[int, dict[str, float]]]) -> None:
+        """Set controls by slot and name where a slot has others: most sequences want what the one before them had."""
+        wanted = [(slot, values) for slot, values in wanted if self._values[slot] != values]
+        if not wanted:
+            return
+        index = self._copied([slot for slot, _ in wanted], torch.int64)
+        table = self._copied([list(values.values()) for _, values in wanted], torch.float64)  # exact for all of them
+        for name, column in zip(wanted[0][1], table.unbind(1), strict=True):
+            control = getattr(self, name)
+            control.index_copy_(0, index, column.to(control.dtype))
+        for slot, values in wanted:
+            self._values[slot] = values
 
     def advance(self, slots: Tensor, slot_list: Sequence[int]) -> None:
         """Count one sampled token in each slot; `slots` [B] and `slot_list` are the same."""

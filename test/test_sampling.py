@@ -1,6 +1,7 @@
 """The samplers against the literal formulas of `sampling_oracle.py`, against chance, and against themselves in company."""
 
 import math
+import random
 
 import msgspec
 import numpy as np
@@ -736,3 +737,23 @@ def test_log_probabilities_reported_after_the_step_was_counted_are_those_of_the_
         assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
         assert (got.top_ids[0, 0] == 0) == end_is_likely
         assert torch.equal(sampler.controls.step, step)
+
+
+def test_controls_are_set_where_a_slot_has_others():
+    """What a slot is started with holds, whatever it and others were started with before."""
+    rng, ids = random.Random(3), torch.arange(10)
+    chosen = [
+        SamplingParams(temperature=0.5, top_k=3),
+        SamplingParams(temperature=0.5, top_k=4),
+        SamplingParams(noise=0.1, rule="noise"),
+    ]
+    controls = Controls(6, ids, "cpu")
+    for _ in range(20):
+        slots = rng.sample(range(6), rng.randint(1, 6))
+        params = [rng.choice(chosen) for _ in slots]
+        controls.start_many(slots, params, [0] * len(slots))
+        for slot, one in zip(slots, params, strict=True):
+            fresh = Controls(1, ids, "cpu")
+            fresh.start(0, one, 0)
+            for name in ("temperature", "top_k", "top_p", "noise", "rule", "greedy", "min_p_depth", "first_end", "penalized"):
+                assert getattr(controls, name)[slot] == getattr(fresh, name)[0], name

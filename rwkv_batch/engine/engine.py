@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -48,12 +49,16 @@ class Way(NamedTuple):
 
 
 class Steady(NamedTuple):
-    """A captured decode step that may come again as it was: the rows of its plan, how it ran, and what was made of them."""
+    """A captured decode step that may come again as it was: the rows of its plan, how it ran, and what was made of them.
+
+    reports  whether some ask for log-probabilities
+    """
 
     planned: list[Row] | None
     way: Way
     slots: list[int]
     sequences: list[Sequence]
+    reports: bool = False
 
 
 @dataclass
@@ -120,8 +125,8 @@ class Engine:
             self._thread = threading.get_ident()
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-        if plan.rows is self._steady.planned and not self.sampler.masks.masked:
-            return self._replay_again(self._steady)
+        if plan.plain and not self.sampler.masks.masked and (steady := self._steady_of(plan.rows)).way.graphs is not None:
+            return self._replay_steady(steady)
         rows = plan.rows if not plan.mixes else [part for row in plan.rows for part in with_followers(row)]
         rows = sorted(rows, key=_slot)  # neighbouring slots are worked on in place
         starting = [row.sequence for row in rows if row.start]
@@ -136,9 +141,20 @@ class Engine:
         early = self._draw([row for row in rows if row.draws])
         step = self._run(rows)
         step.early = early
-        if not (plan.masked or plan.mixes or early) and self._was_plain(rows, step):
-            self._steady = Steady(plan.rows, self._way, [row.sequence.slot for row in rows], step.sequences)
         return step
+
+    def _steady_of(self, planned: list[Row]) -> Steady:
+        """What is made of the rows of a plan that only decode; the same as before where the rows are."""
+        if planned is not self._steady.planned:
+            sequences = sorted((row.sequence for row in planned), key=attrgetter("slot"))
+            slots = [sequence.slot for sequence in sequences]
+            reports = any(self.sampler.needs[slot].logprobs is not None for slot in slots)
+            self._steady = Steady(planned, self._way_of(sequences), slots, sequences, reports)
+        return self._steady
+
+    def _way_of(self, sequences: list[Sequence]) -> Way:
+        adapted = self.bank is not None and any(sequence.adapter is not None for sequence in sequences)
+        return self.adapted if adapted else Way(self.model, self.graphs, self.prefills)
 
     def _draw(self, rows: list[Row]) -> Step | None:
         """Sample rows from the logits that were kept of them."""
@@ -166,8 +182,7 @@ class Engine:
 
     def _run(self, rows: list[Row]) -> Step:
         decoding = not any(row.ids for row in rows)
-        adapted = self.bank is not None and any(row.sequence.adapter is not None for row in rows)
-        self._way = self.adapted if adapted else Way(self.model, self.graphs, self.prefills)
+        self._way = self._way_of([row.sequence for row in rows])
         if decoding and self._way.graphs is not None:
             return self._replay(rows)
         if self._is_captured(rows):
@@ -262,17 +277,17 @@ class Engine:
             self._keep(keeping, logits[len(sampling) :])
         return self._replayed(sampling, sampled, logits[: len(sampling)]) if sampling else self._unsampled()
 
-    def _was_plain(self, rows: list[Row], step: Step) -> bool:
-        """Whether a step was a captured one that did nothing but decode and sample all rows, in their order."""
-        if self._way.graphs is None or len(step.sequences) < len(rows) or step.sampled.logprobs is not None:
-            return False
-        return not any(row.ids for row in rows)
-
-    def _replay_again(self, steady: Steady) -> Step:
-        """Decode the same rows as before: nothing is looked up or put in order."""
+    def _replay_steady(self, steady: Steady) -> Step:
+        """Decode and sample one token for each row."""
         self._way = steady.way
-        sampled, _ = self._way.graphs.replay(steady.slots)
+        sampled, logits = self._way.graphs.replay(steady.slots)
+        if steady.reports:
+            sampled = self._reported(steady.slots, sampled, logits)
         return self._step(steady.sequences, sampled)
+
+    def _reported(self, slots: list[int], sampled: Sampled, logits: torch.Tensor) -> Sampled:
+        slot_tensor = torch.tensor(slots).to(self.device, non_blocking=True)
+        return self.sampler.report_logprobs(sampled, logits, slot_tensor, [self.sampler.needs[slot] for slot in slots])
 
     def _is_captured(self, rows: list[Row]) -> bool:
         """Whether there is a graph of a prefill step that can feed these rows."""
@@ -291,10 +306,8 @@ class Engine:
 
     def _replayed(self, rows: list[Row], sampled: Sampled, logits: torch.Tensor) -> Step:
         slots = [row.sequence.slot for row in rows]
-        needs = [self.sampler.needs[slot] for slot in slots]
-        if any(need.logprobs is not None for need in needs):
-            slot_tensor = torch.tensor(slots).to(self.device, non_blocking=True)
-            sampled = self.sampler.report_logprobs(sampled, logits, slot_tensor, needs)
+        if any(self.sampler.needs[slot].logprobs is not None for slot in slots):
+            sampled = self._reported(slots, sampled, logits)
         return self._step([row.sequence for row in rows], sampled)
 
     def _step(self, sequences: list[Sequence], sampled: Sampled) -> Step:

@@ -36,6 +36,7 @@ class Plan:
 
     masked  whether some of them sample under a mask
     mixes   whether some of them have followers
+    plain   whether all feed what they sampled last, sample, and have neither masks nor followers
     groups  bits of the groups of rows that sample and go on: what is known of them waits for this step's ids
     """
 
@@ -43,6 +44,7 @@ class Plan:
     masked: bool = False
     mixes: bool = False
     groups: int = 0
+    plain: bool = False
 
 
 class FreeSlots:

@@ -117,7 +117,7 @@ class Scheduler:
         """
         if self._changed:
             self._start_rows()
-        self._groups = 0
+        self._groups, plain = 0, False
         if self.mixed:
             rows = self._decode()  # before the prompts: a row decodes in the plan after the one that ends its prompt
             rows = rows + prompts if (prompts := self._feed_prompts()) else rows
@@ -126,12 +126,13 @@ class Scheduler:
             self._decoded_last = False
         else:
             rows = self._decode()
+            plain = not (self._masked or self._num_mixes)
             self._decoded_last = True
             if self.pace is not None:
                 self.pace.decoded()
         masked = bool(self._masked) and any((row.sample or row.draws) and row.sequence.mask is not None for row in rows)
         mixes = bool(self._num_mixes) and any(row.sequence.followers for row in rows)
-        return Plan(rows, masked, mixes, self._groups) if rows else None
+        return Plan(rows, masked, mixes, self._groups, plain) if rows else None
 
     def resume(self, sequences: list[Sequence]) -> None:
         """Feed rows that waited for the state they start from, and have it now."""
