@@ -244,7 +244,7 @@ def test_an_engine_on_cards_is_put_together_and_replays_a_graph_of_each(ranks, m
         monkeypatch.setattr(tensor_parallel, name, value)
     library = ranks.exchange.launchers[0].library
     monkeypatch.setattr(tensor_parallel.self_check, "failing", lambda *args: [])
-    monkeypatch.setattr(tensor_parallel.compiler, "own_library", lambda index, number, like: library)
+    monkeypatch.setattr(tensor_parallel.compiler, "library_like", lambda like, index: library)
     monkeypatch.setattr(Launcher, "time", lambda self, run, rounds=4: (self.use_current_stream(), run(), 1.0)[2])
     monkeypatch.setattr("rwkv_batch.engine.tensor_parallel.graphs.Staging", lambda length, device: Sends())
     for name, value in {

@@ -43,9 +43,7 @@ def exchange_of(count: int, *, num_sums: int, patience: float = 20.0) -> KernelE
     """Ranks with nothing but sums."""
     library, devices = compiler.library(), cards(count)
     connect(library, devices)
-    launchers = [
-        Launcher(compiler.own_library(d.index, rank, library) if rank else library, d) for rank, d in enumerate(devices)
-    ]
+    launchers = [Launcher(compiler.library(device.index), device) for device in devices]
     parts = [torch.zeros(MOST, WIDTH, dtype=HALF, device=device) for device in devices]
     columns = [slice(8 * rank, 8 * rank + 8) for rank in range(count)]
     found = KernelExchange(launchers, parts, columns, num_sums=num_sums, max_rows=16, patience=patience)
@@ -128,7 +126,7 @@ def engine_over(name: str, count: int, slots: int, sizes: list[int], *, prompts:
 def test_two_cards_say_what_one_says(name):
     """Prompts, decode steps of graphs of several sizes, and states that go from one card to two and back."""
     assert name in SHAPES
-    sizes, slots = [1, 4, 24], 24
+    sizes, slots = [1, 4, 32], 32  # as many slots as rows in the largest captured prefills
     prompts_captured = name == "768"
     alone, both = (engine_over(name, count, slots, sizes, prompts=prompts_captured) for count in (1, 2))
     device = torch.device("cuda", 0)
@@ -143,6 +141,7 @@ def test_two_cards_say_what_one_says(name):
         engine.state.put_many([*range(1, 5)], engine.state.take(0))
         if prompts_captured:
             fed = [prompts[:70].tolist(), prompts[70:79].tolist()]
+            assert engine.prefills.fits(79, 2)
             logits[-1].append(engine.prefills.replay([7, 8], fed, 2)[1].float().clone())
         for step in range(40):
             used = [[0], [0, 5, 9], [*range(slots)]][step % 3]

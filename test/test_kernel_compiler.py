@@ -4,6 +4,7 @@ import re
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,3 +134,34 @@ def test_kernels_are_built_beside_whatever_goes_on(toolchain, monkeypatch, caplo
         else:
             assert building.result() is None
     assert "WITHOUT KERNELS" in caplog.text
+
+
+def test_each_gpu_of_a_process_has_a_file_of_its_own_whoever_asks_for_it(toolchain, tmp_path, monkeypatch):
+    """What a library prepares once is of one GPU, and the same file is loaded but once."""
+
+    class Library(SimpleNamespace):
+        def __init__(self, file: str):
+            assert Path(file).read_text() == "built"
+            super().__init__(_name=file, **({"rwkv_quant_gemv": None} if "all" in file else {}))
+
+    def build(chain, arch, quant):
+        file = tmp_path / f"{arch}-{'all' if quant else 'plain'}.so"
+        file.write_text("built")
+        return file
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0) if device == 3 else (9, 0))
+    monkeypatch.setattr(compiler, "_toolchain", lambda: toolchain)
+    monkeypatch.setattr(compiler, "build", build)
+    monkeypatch.setattr(compiler, "_gpu_of", {})
+    monkeypatch.setattr(compiler, "library", compiler.library.__wrapped__)
+    monkeypatch.setattr(compiler.ctypes, "CDLL", Library)
+    first = compiler.Building.begin(1, quant=True, required=True).result()  # an engine that begins on card 1
+    assert first._name == str(tmp_path / "sm_90a-all.so")
+    for index, again in ((0, first), (1, first), (2, compiler.library(0))):
+        file = Path(compiler.library_like(again, index)._name)
+        assert file == tmp_path / ("" if index == 1 else f"copy-{index}") / "sm_90a-all.so"
+        assert Path(compiler.library(index)._name) == file
+    assert compiler.library_like(first, 3)._name == str(tmp_path / "sm_80-all.so")
+    plain = compiler.library(0, quant=False)
+    assert plain._name == str(tmp_path / "sm_90a-plain.so")
+    assert compiler.library_like(plain, 1)._name == str(tmp_path / "copy-1" / "sm_90a-plain.so")

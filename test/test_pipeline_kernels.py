@@ -42,7 +42,7 @@ def card(monkeypatch):
     launcher, recorder = make_launcher(monkeypatch, content=False)
     weights = self_check.random_weights(CPU)
     monkeypatch.setattr(build, "Launcher", lambda library, device: launcher)
-    monkeypatch.setattr(build.compiler, "own_library", lambda index, number, like: launcher.library)
+    monkeypatch.setattr(build.compiler, "library_like", lambda like, index: launcher.library)
     monkeypatch.setattr(build.self_check, "failing", lambda *args, **more: frozenset())
     monkeypatch.setattr(build, "make_sampler", lambda name, slots, ids, device, *args, **more: Sampler(slots, ids, device))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)

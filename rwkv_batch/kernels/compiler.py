@@ -196,11 +196,11 @@ def _name(built: tuple[int, int]) -> str:
 
 @functools.cache
 def library(index: int = 0, *, quant: bool = True) -> ctypes.CDLL:
-    """Return the library for GPU `index`, building it if it is not cached; KernelError when that fails.
+    """Return the library for GPU `index` and no other, building it if it is not cached; KernelError when that fails.
 
     quant  whether quantised models are to run too
     """
-    return _load(build(_toolchain(), arch_of_device(index), quant=quant))
+    return _load(build(_toolchain(), arch_of_device(index), quant=quant), index)
 
 
 class Building:
@@ -211,7 +211,8 @@ class Building:
     """
 
     def __init__(self, index: int, *, quant: bool, required: bool = False):
-        self._toolchain, self._arch, self._quant, self._required = _toolchain(), arch_of_device(index), quant, required
+        self._index, self._quant, self._required = index, quant, required
+        self._toolchain, self._arch = _toolchain(), arch_of_device(index)
         self._built: Path | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kernels", daemon=True)
@@ -231,7 +232,7 @@ class Building:
         try:
             if self._error is not None:
                 raise self._error
-            return _load(self._built)
+            return _load(self._built, self._index)
         except KernelError as error:
             return _without(error, self._required)
 
@@ -254,30 +255,34 @@ def _toolchain() -> Toolchain:
     return Toolchain.hip() if torch.version.hip else Toolchain.cuda()
 
 
-def _load(built: Path) -> ctypes.CDLL:
+_gpu_of: dict[Path, int] = {}  # of each built file that is loaded
+
+
+def _load(built: Path, index: int) -> ctypes.CDLL:
+    """Load it for GPU `index`; KernelError when that fails.
+
+    What a library prepares, it prepares once, for the GPU that comes first, and the same file is loaded but once: so each
+    further GPU of a process has a copy of the file.
+    """
     try:
-        return ctypes.CDLL(str(built))
+        return ctypes.CDLL(str(built if _gpu_of.setdefault(built, index) == index else _copy(built, index)))
     except OSError as error:
         raise KernelError(f"{built} cannot be loaded: {error}; delete it to have it built again") from None
 
 
-@functools.cache
-def own_library(index: int, number: int, like: ctypes.CDLL) -> ctypes.CDLL:
-    """Return the library for GPU `index` once more, for a process that uses several: what it prepares once is of one card.
+def _copy(built: Path, index: int) -> Path:
+    copy = built.parent / f"copy-{index}" / built.name
+    if not copy.exists():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        draft = copy.with_name(f"{copy.name}.{os.getpid()}")
+        shutil.copyfile(built, draft)
+        os.replace(draft, copy)
+    return copy
 
-    It is loaded from copy `number`, since the same file is loaded but once. `like`: of the card that comes first.
-    """
-    built = Path(library(index, quant=hasattr(like, "rwkv_quant_gemv"))._name)
-    copy = built.parent / f"copy-{number}" / built.name
-    try:
-        if not copy.exists():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            draft = copy.with_name(f"{copy.name}.{os.getpid()}")
-            shutil.copyfile(built, draft)
-            os.replace(draft, copy)
-        return ctypes.CDLL(str(copy))
-    except OSError as error:
-        raise KernelError(f"{built} cannot be loaded once more: {error}") from None
+
+def library_like(like: ctypes.CDLL, index: int) -> ctypes.CDLL:
+    """Return the library of GPU `index`, with kernels for quantised models where `like` has them; KernelError."""
+    return library(index, quant=hasattr(like, "rwkv_quant_gemv"))
 
 
 def build(toolchain: Toolchain, arch: str, cache: Path | None = None, *, quant: bool = True) -> Path:

@@ -205,8 +205,7 @@ class StageBuilder:
         """
         device = self.pipeline.devices[i]
         with torch.cuda.device(device):
-            # What a library prepares, it prepares once, for the card that comes first.
-            launcher = Launcher(self.library if i == 0 else compiler.own_library(device.index, i, self.library), device)
+            launcher = Launcher(self.library if i == 0 else compiler.library_like(self.library, device.index), device)
             own = self._weights(i)
             file = Path(launcher.library._name).with_suffix(".json")
             if failing := self_check.failing(launcher, self.wkv_dtype, file, quant=quant_format(own)):

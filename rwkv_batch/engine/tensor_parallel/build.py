@@ -172,7 +172,7 @@ def _on_cards(
     limits["max_rows"] = num_slots + SCORED_TOKENS
     connect(library, devices)
     launchers = [
-        Launcher(compiler.own_library(device.index, rank, library) if rank else library, device)
+        Launcher(compiler.library_like(library, device.index) if rank else library, device)
         for rank, device in enumerate(devices)
     ]
     failing = self_check.failing(launchers[0], wkv_dtype, Path(library._name).with_suffix(".json"))
