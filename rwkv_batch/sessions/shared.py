@@ -309,7 +309,7 @@ class Shared:
         if self.tiers.tier_of(resident.key) != "l1" and resident.snapshot is not None:
             snapshot, arrived = self.copies.to_device(resident.snapshot)
             if snapshot is not resident.snapshot:  # else it is on the device, or still on its way there
-                resident.snapshot, resident.arrived = snapshot, arrived
+                resident.move(snapshot, arrived)
         self.put(resident)
 
     def put(self, resident: ResidentSession) -> None:
@@ -355,9 +355,8 @@ class Shared:
             self.compute_state(lambda: self.arrived(resident), resident.ids, done, resident.origin)
 
     def arrived(self, resident: ResidentSession) -> Snapshot | None:
-        """Return a session's snapshot, which is there for what the calling thread's stream does next."""
-        with self.lock:
-            snapshot, arrived = resident.snapshot, resident.arrived
+        """Return a session's snapshot, which is there for what the calling thread's stream does next. No lock is waited for."""
+        snapshot, arrived = resident.place
         if snapshot is not None:
             self.copies.wait(snapshot, arrived)
         return snapshot

@@ -127,4 +127,4 @@ class StorageThread:
         snapshot = shared.copies.to_host(snapshot, arrived)
         with shared.lock:
             if shared.tiers.l1.sessions.get(key) is not resident:
-                resident.snapshot, resident.arrived = snapshot, None
+                resident.move(snapshot, None)

@@ -27,6 +27,7 @@ class ResidentSession:
     response  whether it is the state of an answer of the Responses API
     id        the session's in the store, None where it was not asked for
     origin    the key of the tuned state that it began with, "" for none
+    place     `snapshot` and `arrived`, for who does not have the pool's lock
     """
 
     key: Key
@@ -43,6 +44,14 @@ class ResidentSession:
     response: bool = False
     id: int | None = None
     origin: str = ""
+    place: tuple[Snapshot | None, Mark | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.place = self.snapshot, self.arrived
+
+    def move(self, snapshot: Snapshot, arrived: Mark | None) -> None:
+        """Its snapshot is at another place now."""
+        self.snapshot, self.arrived = self.place = snapshot, arrived
 
     @property
     def tokens(self) -> int:

@@ -60,11 +60,13 @@ class StateConnection(sqlite3.Connection):
 
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Ids as bytes: two for each where that is enough."""
-    is_narrow = max(ids, default=0) < 2**16
-    packed = array("H" if is_narrow else "I", ids)
+    try:
+        kind, packed = NARROW, array("H", ids)
+    except OverflowError:
+        kind, packed = WIDE, array("I", ids)
     if sys.byteorder == "big":
         packed.byteswap()
-    return (NARROW if is_narrow else WIDE) + packed.tobytes()
+    return kind + packed.tobytes()
 
 
 def unpack_ids(data: bytes) -> list[int]:
