@@ -6,10 +6,12 @@
 decode   tokens/s against rows for each size of model: ours without and with sampling, the best of Albatross's trees on the same
          weights in the same run, and the roofline of `bench/engine.py`
 latency  time to the first token and between tokens against requests at once, over HTTP
+scale    tokens/s against the engines of a host, each on a card of its own, and of one engine over several cards against rows
 fleet    what `bench/cluster/fleet.py` simulated: how calls are routed, and what comes after a loss, an upgrade, a cold start
 """
 
 import argparse
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -46,10 +48,14 @@ def main() -> None:
 def draw_all(out: Path) -> list[Path]:
     """Write every plot in every theme; returns the files."""
     out.mkdir(parents=True, exist_ok=True)
-    engine, http, fleet = (
-        json.loads((RESULTS / name).read_text()) for name in ("engine-h200.json", "http-h200.json", "fleet.json")
+    names = ("engine-h200.json", "http-h200.json", "fleet.json", "scale-h200.json", "tensor-parallel-h200.json")
+    engine, http, fleet, scale, spread = (json.loads((RESULTS / name).read_text()) for name in names)
+    plots = (
+        ("decode", draw_decode, engine),
+        ("latency", draw_latency, http),
+        ("fleet", draw_fleet, fleet),
+        ("scale", functools.partial(draw_scale, spread=spread), scale),
     )
-    plots = (("decode", draw_decode, engine), ("latency", draw_latency, http), ("fleet", draw_fleet, fleet))
     files = []
     for theme in THEMES:
         for name, draw, figures in plots:
@@ -145,6 +151,29 @@ def draw_fleet(fleet: dict[str, Any]) -> Figure:
     right.set(title="p99 while something happens", xlabel="second", ylabel="milliseconds to the first token", yscale="log")
     right.legend(loc="upper right", ncols=2)
     figure.suptitle(f"Simulated fleets of {small} and {large} at 75 % load, costs of one {fleet['device']}, {fleet['date']}")
+    return figure
+
+
+def draw_scale(scale: dict[str, Any], spread: dict[str, Any]) -> Figure:
+    """Tokens a second of 1, 2 ... engines, and of one engine over as many cards as ranks. `spread`: results of `--tp`."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2))
+    counts = [int(count) for count in scale["counts"]]
+    for key, label in (("forward", "engines alone"), ("request", "one request over HTTP"), ("streams", "streams over HTTP")):
+        left.plot(counts, [found[key] for found in scale["counts"].values()], "o-", label=label)
+    left.plot(counts, [scale["counts"]["1"]["forward"] * count for count in counts], ":", label="linear")
+    left.set(title=f"an engine on each card, {scale['rows']} rows each", xlabel="cards", ylabel="tokens a second")
+    left.set_xticks(counts)
+    for row in spread["rows"]:
+        rows = sorted(int(name.removeprefix("tok_s_")) for name in row if name.startswith("tok_s_"))
+        label = "one card" if row["tp"] == 1 else f"--tp {row['tp']}"
+        right.plot(rows, [row[f"step_ms_{count}"] for count in rows], "o-", label=label)
+    right.set(title="one engine", xlabel="rows decoded together", ylabel="milliseconds a step", xscale="log")
+    ticks(right, rows)
+    for axes in (left, right):
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.legend(loc="upper left")
+    figure.suptitle(f"7.2B in fp16, {scale['device']}, {scale['date']}")
     return figure
 
 
