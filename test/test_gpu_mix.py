@@ -1,5 +1,6 @@
 """Norms, token shift and the wkv recurrence on a GPU against float64 formulas in plain torch."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -287,6 +288,104 @@ def test_wkv_prefill(mix, width, lengths, dtype, exact):
     assert_close(state[slots[real_rows]], new_state[real_rows], state_bound)
     assert same_bits(inputs.v_first[real], v_first[real].half())
     assert same_bits(state[free], before[free])
+
+
+def spread(mix, inputs, layer, state, rows, out):
+    """Do the recurrence with all chunks prepared at once, in no more room than that needs; `inputs` stay as they are."""
+    from rwkv_batch.kernels.mix import CHUNK, CHUNK_BYTES
+
+    tokens, width = out.shape
+    if not mix._launcher.hopper:
+        pytest.skip("needs a Hopper GPU")
+    own = dataclasses.replace(inputs, w_raw=inputs.w_raw.clone())
+    least = (tokens // CHUNK + len(rows.slots)) * (width // 64) * CHUNK_BYTES
+    room = torch.full((least,), 0x7F, dtype=torch.uint8, device="cuda")
+    before, mix.spread_tokens = mix.spread_tokens, 0
+    assert mix.spreads(len(rows.slots), width // 64, tokens, room)
+    mix.wkv_prefill(own, layer, state, rows, out, room=room)
+    mix.spread_tokens = before
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+@pytest.mark.parametrize(
+    ("width", "lengths"),
+    [
+        (64, [1]),
+        (320, [17]),
+        (4096, [300]),
+        (768, [16, 32]),
+        (512, [33, 1, 16, 64, 2, 1, 15, 130]),
+        (64, [1 + k % 3 * 7 for k in range(40)]),
+    ],
+)
+def test_wkv_prefill_spread_over_the_gpu(mix, width, lengths, dtype):
+    tokens, batch = sum(lengths), len(lengths)
+    inputs, layer = wkv_inputs(tokens, width, first_layer=batch == 8)
+    state = randn(batch + 3, width // 64, 64, 64, dtype=dtype)
+    slots = scattered_slots(batch, batch + 3, padding=1 if batch > 3 else 0)
+    free, before = poisoned(state, slots), state.clone()
+    out, real_rows = torch.full((tokens, width), torch.nan, dtype=HALF, device="cuda"), slots >= 0
+    expected, v_first, new_state = wkv64(inputs, layer, state, slots, lengths)
+    spread(mix, inputs, layer, state, packed(slots.tolist(), lengths), out)
+    real = torch.cat([real_rows[b].expand(n) for b, n in enumerate(lengths)])
+    assert_close(out[real], expected[real], CHUNKS)
+    assert_close(state[slots[real_rows]], new_state[real_rows], CHUNKS)
+    assert same_bits(inputs.v_first[real], v_first[real].half())
+    assert same_bits(state[free], before[free])
+
+
+@pytest.mark.parametrize("w_raw", [None, -20.0, -9.0, -6.0, 20.0])
+def test_wkv_prefill_of_4096_tokens_spread_over_the_gpu(mix, w_raw):
+    inputs, layer = wkv_inputs(4096, 128)
+    if w_raw is not None:
+        inputs.w_raw.fill_(w_raw)
+    slots, state = torch.tensor([1], device="cuda"), torch.zeros(2, 2, 64, 64, device="cuda")
+    expected, _, new_state = wkv64(inputs, layer, state, slots, [4096])
+    out = torch.empty(4096, 128, dtype=HALF, device="cuda")
+    spread(mix, inputs, layer, state, packed([1], [4096]), out)
+    assert_close(out, expected, CHUNKS)
+    assert_close(state[slots], new_state, CHUNKS)
+
+
+def test_wkv_prefill_spread_over_the_gpu_in_pieces(mix):
+    """Whole chunks give the same bits with a state of fp32."""
+    inputs, layer = wkv_inputs(416, 768)
+    results = []
+    for pieces in ([416], [32, 384], [256, 160]):
+        state, out, start = torch.zeros(3, 12, 64, 64, device="cuda"), torch.empty(416, 768, dtype=HALF, device="cuda"), 0
+        for length in pieces:
+            part = slice(start, start + length)
+            spread(mix, take(inputs, part), layer, state, packed([1], [length]), out[part])
+            start += length
+        results.append((out, state))
+    assert all(same_bits(out, results[0][0]) and same_bits(state, results[0][1]) for out, state in results)
+
+
+def test_wkv_prefill_spread_over_the_gpu_in_a_graph(mix):
+    """Each replay gives the same bits, also where it is fed fewer tokens than were captured."""
+    inputs, layer = wkv_inputs(512, 768)
+    rows, states = packed([1, -1], [416, 96]), torch.zeros(3, 12, 64, 64, device="cuda")
+    rows.cu_seqlens[2] = 416  # the last 96 tokens belong to no row
+    out, graph, results = torch.empty(512, 768, dtype=HALF, device="cuda"), torch.cuda.CUDAGraph(), []
+
+    def steps():
+        states.zero_()
+        out.fill_(torch.nan)
+        for _ in range(2):  # from where the first ends
+            mix._launcher.use_current_stream()
+            spread(mix, inputs, layer, states, rows, out)
+
+    steps()
+    results.append((out[:416].clone(), states.clone()))
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        steps()
+    mix._launcher.use_current_stream()
+    for _ in range(4):
+        graph.replay()
+        results.append((out[:416].clone(), states.clone()))
+    assert all(same_bits(one, results[0][0]) and same_bits(state, results[0][1]) for one, state in results)
+    assert torch.isfinite(results[0][0]).all()
 
 
 @pytest.mark.parametrize("w_raw", [-20.0, 20.0], ids=["no decay", "strongest decay"])

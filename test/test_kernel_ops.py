@@ -21,6 +21,7 @@ from kernel_recorder import make_launcher
 from rwkv_batch.kernels import compiler, measured, self_check
 from rwkv_batch.kernels.autotune import Autotuner
 from rwkv_batch.kernels.linear import MAX_SPARSE
+from rwkv_batch.kernels.mix import Mix
 from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.quant.dequantise import Dequantiser
 from rwkv_batch.kernels.quant.few_tokens import WHOLE_CODES, QuantLinear
@@ -68,11 +69,11 @@ def numbered(weights: Weights) -> Weights:
 class Steps:
     """A small model whose launches are noted."""
 
-    def __init__(self, monkeypatch, *, hopper: bool):
+    def __init__(self, monkeypatch, *, hopper: bool, max_tokens: int = 160):
         monkeypatch.setattr(torch, "empty", torch.zeros)
         self.launcher, self.recorder = make_launcher(monkeypatch, hopper=hopper)
         self.weights = numbered(self_check.random_weights(torch.device("cpu")))
-        self.ops = KernelOps(self.weights, self.launcher, max_tokens=160, max_rows=128)
+        self.ops = KernelOps(self.weights, self.launcher, max_tokens=max_tokens, max_rows=128)
         self.model = Model(self.weights, self.ops)
         self.state = State(self.weights.shape, 130, shift_dtype=torch.float16, wkv_dtype=torch.float16)
         for number, tensor in enumerate((*self.state.time_shift, *self.state.channel_shift, *self.state.layer_wkv)):
@@ -292,6 +293,37 @@ def test_what_one_layer_offers_every_layer_takes(monkeypatch, quant, num_tokens)
                 ops.choose(product, num_tokens, None)
     assert "rwkv_quant_gemv" in names
     assert ("rwkv_quant_inputs" in names) == (quant in ("int8", "fp8"))  # others want widths of 512
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "tokens", "spreads"),
+    [
+        (1, 12, 256, True),
+        (1, 64, 4096, True),
+        (4, 12, 2048, True),
+        (2, 64, 2048, False),  # enough to keep the GPU busy
+        (1, 12, 255, False),
+        (4, 12, 512, False),  # rows too short
+    ],
+)
+def test_few_long_rows_have_their_recurrence_spread_over_the_gpu(monkeypatch, rows, heads, tokens, spreads):
+    mix = Mix(make_launcher(monkeypatch, hopper=True)[0])
+    least = (tokens // 16 + rows) * heads * 11136
+    room = torch.empty(least, dtype=torch.uint8, device="meta")
+    assert mix.spreads(rows, heads, tokens, room) is spreads
+    assert not mix.spreads(rows, heads, tokens, room[:-1])
+    assert not mix.spreads(rows, heads, tokens, None)
+    older = Mix(make_launcher(monkeypatch, hopper=False)[0])
+    assert not older.spreads(rows, heads, tokens, room)
+
+
+def test_a_long_prompt_is_spread_over_the_gpu(monkeypatch):
+    steps = Steps(monkeypatch, hopper=True, max_tokens=300)
+    for lengths, kernel in (([256], "rwkv_wkv_spread"), ([255], "rwkv_wkv_chunks"), ([200, 56], "rwkv_wkv_chunks")):
+        steps.recorder.clear()
+        steps.model.forward(torch.arange(sum(lengths)), PackedRows(list(range(len(lengths))), lengths), steps.state)
+        names = [note[0] for note in steps.recorder.take()]
+        assert [name for name in names if name.startswith("rwkv_wkv")] == [kernel] * len(steps.weights.layers)
 
 
 def test_tensors_that_do_not_fit_are_named(monkeypatch):

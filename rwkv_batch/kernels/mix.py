@@ -19,6 +19,9 @@ from rwkv_batch.model.weights import HEAD_SIZE
 COLUMNS_OF_WARP = 256
 MAX_WIDTH = 4096
 PLANES_TO_MIX = (6, 1, 3, 2)  # the last two: RWKV-6's
+CHUNK = 16  # tokens that the matrix form of the recurrence takes at a time
+CHUNK_BYTES = 11136  # of a prepared one, as `Chunk` in cuda/wkv/wkv_spread.cuh
+SPREAD_TOKENS = 256  # of a row, on average, from which spreading a recurrence over the GPU pays; measured on an H200
 STATE_TYPES = {torch.float32: 0, torch.float16: 1}  # as `Type` in cuda/common.cuh
 
 
@@ -57,12 +60,16 @@ class WkvLayer:
 
 class Mix:
     """The kernels on one device. `pdl`: a kernel may start while the one before it ends; then every kernel of the stream
-    that touches the same memory must wait for its predecessor as these do (griddepcontrol.wait)."""
+    that touches the same memory must wait for its predecessor as these do (griddepcontrol.wait).
+
+    spread_tokens  of a row, on average, from which the recurrence of few rows is spread over the GPU
+    """
 
     def __init__(self, launcher: Launcher, *, pdl: bool = False):
         self._launcher = launcher
         self._device = launcher.device
         self._pdl = int(pdl)
+        self.spread_tokens = SPREAD_TOKENS
         self._num_sms = torch.cuda.get_device_properties(launcher.device).multi_processor_count
         self._hopper = launcher.hopper
         self._embed = launcher.bind("rwkv_embed", *[POINTER] * 4, *[INT] * 3)
@@ -74,6 +81,9 @@ class Mix:
         self._wkv_chunks = None
         if torch.version.hip is None:
             self._wkv_chunks = launcher.bind("rwkv_wkv_chunks", *[POINTER] * 14, INT, *[POINTER] * 3, *[INT] * 4)
+        self._wkv_spread = None
+        if self._hopper:
+            self._wkv_spread = launcher.bind("rwkv_wkv_spread", *[POINTER] * 14, INT, *[POINTER] * 4, *[INT] * 4)
 
     def embed(self, ids: Tensor, table: Tensor, x: Tensor) -> None:
         """x [N, C] fp32 = the rows `ids` [N] int64 of table [V, C]."""
@@ -139,7 +149,7 @@ class Mix:
         then takes the row's last.
 
         normed  [N, C] scratch
-        run     tokens a block takes one after another, parts: blocks a row is spread over; results depend on neither
+        run     tokens a block takes one after another, by default what is fast; parts: blocks a row is spread over; results depend on neither
         """
         n, c = x.shape
         self._check_norm(x, y, weight, bias, mix, shift, out)
@@ -147,7 +157,7 @@ class Mix:
         self._check_rows(rows)
         if rows.previous_slot.shape != (n,):
             raise ValueError(f"rows: {rows.previous_slot.shape[0]} tokens, x has {n}")
-        run = run or (4 if n <= 256 else 8 if n <= 4096 else 16)
+        run = run or (4 if n <= 1024 else 8 if n * c <= 2**24 else 16)
         arguments = (x, y, weight, bias, mix, shift, rows.previous_slot, rows.last_token_index, rows.slots, normed, out)
         sizes = (n, len(rows.slots), c, len(mix), run, parts or 1)
         self._launcher.launch(self._prefill, *map(pointer, arguments), *sizes, self._pdl)
@@ -182,24 +192,48 @@ class Mix:
         self._launcher.launch(self._wkv_decode, *self._wkv_pointers(inputs, layer), *arguments, *sizes)
 
     def wkv_prefill(
-        self, inputs: WkvInputs, layer: WkvLayer, state: Tensor, rows: RowLayout, out: Tensor, *, exact: bool = False
+        self,
+        inputs: WkvInputs,
+        layer: WkvLayer,
+        state: Tensor,
+        rows: RowLayout,
+        out: Tensor,
+        *,
+        exact: bool = False,
+        room: Tensor | None = None,
     ) -> None:
         """The same for packed rows of any lengths: out [N, C].
 
         exact  token by token in fp32, as a decode step does it, instead of 16 tokens at a time on tensor cores (relative error
                about 1e-3). Where tensor cores cannot be used it is always so.
+        room   memory that may be overwritten, so that few rows can be spread over the GPU; then inputs.w_raw is overwritten too
         """
         c = out.shape[1]
         self._check_wkv(inputs, layer, state, out)
         self._check_rows(rows)
-        arguments = (pointer(state), STATE_TYPES[state.dtype], pointer(rows.cu_seqlens), pointer(rows.slots), pointer(out))
+        arguments = [pointer(state), STATE_TYPES[state.dtype], pointer(rows.cu_seqlens), pointer(rows.slots), pointer(out)]
         sizes = [len(rows.slots), c // HEAD_SIZE]
         kernel = self._wkv_scan
-        if self._wkv_chunks and not exact:
+        if not exact and self.spreads(*sizes, len(out), room):
+            kernel = self._wkv_spread
+            arguments.append(pointer(room))
+            sizes.insert(0, len(out))
+        elif self._wkv_chunks and not exact:
             kernel = self._wkv_chunks
             alone = self._hopper and sizes[0] * sizes[1] <= self._num_sms  # a block has a multiprocessor to itself
             sizes.append(8 if alone else 4)
         self._launcher.launch(kernel, *self._wkv_pointers(inputs, layer), *arguments, *sizes, self._pdl)
+
+    def spreads(self, rows: int, heads: int, num_tokens: int, room: Tensor | None) -> bool:
+        """Whether the recurrence of so many rows is spread over the GPU, where it need not be exact.
+
+        That pays for long rows as long as their states fill half the GPU at most: more of them keep it busy anyway, with less
+        memory to read and write.
+        """
+        if self._wkv_spread is None or room is None or num_tokens < rows * self.spread_tokens:
+            return False
+        fits = (num_tokens // CHUNK + rows) * heads * CHUNK_BYTES <= room.nbytes
+        return fits and rows * heads <= self._num_sms // 2
 
     def _parts(self, rows: int, width: int) -> int:
         """Few rows are spread over several blocks each, since one block alone reads the layer's vectors too slowly."""

@@ -201,15 +201,14 @@ class KernelOps:
     def time_mix(
         self, mixed: Tensor, layer: LayerKernels, wkv_state: Tensor, rows: StepRows, v_first: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See `reference_ops.time_mix`."""
+        """See `reference_ops.time_mix`; `mixed` is overwritten."""
         b = self._now
         self.attention_inputs(mixed, layer)
-        v_mix = None if v_first is None else b.v_mix
-        inputs = WkvInputs(*b.rkv.unbind(), b.w_raw, b.a, v_mix, b.g, b.v_first)
+        inputs = WkvInputs(*b.rkv.unbind(), b.w_raw, b.a, None if v_first is None else b.v_mix, b.g, b.v_first)
         if self._layout is None:
             self.mix.wkv_decode(inputs, layer.wkv, wkv_state, rows.slot_tensor, b.heads, inputs_ready=True)
         else:
-            self.mix.wkv_prefill(inputs, layer.wkv, wkv_state, self._layout, b.heads)
+            self.mix.wkv_prefill(inputs, layer.wkv, wkv_state, self._layout, b.heads, room=self.buffers.all.mixed)
         self.product("output", b.heads, layer.output, b.y)
         return b.y, b.v_first
 

@@ -17,6 +17,7 @@ from rwkv_batch.kernels.card_cache import recall, remember
 from rwkv_batch.kernels.hip.ops import HipOps
 from rwkv_batch.kernels.launch import Launcher
 from rwkv_batch.kernels.layer_kernels import PLANES, MatrixKernels
+from rwkv_batch.kernels.mix import SPREAD_TOKENS
 from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.rwkv6 import self_check as rwkv6
 from rwkv_batch.kernels.state_fill import StateFill
@@ -45,7 +46,7 @@ TOLERANCES = dict.fromkeys((Method.FP8, Method.FP8_CUBLAS), 0.25)
 WIDTH, VOCAB, RANKS = 256, 512, (32, 32, 16, 64)
 QUANT_WIDTH = 1024  # of quantised models: narrow ones are read by other kernels than those of use
 SLOTS = 100
-EXTENT = 3  # of the check; raised when it sees more, so that cards checked before are checked again
+EXTENT = 4  # of the check; raised when it sees more, so that cards checked before are checked again
 CASES = ([1], [1] * 7, [1] * 16, [1] * 70, [40, 1, 7, 33])  # lengths of rows
 RESTORED = {plane: i for i, plane in enumerate(PLANES)}
 ORDER = [RESTORED[i] for i in range(len(PLANES))]  # from the kernels' order of planes back to the reference's
@@ -174,14 +175,18 @@ def _agrees(name: str, launcher: Launcher, wkv_dtype: torch.dtype, quant: str, s
     """Run the forward pass with only this op on kernels, in every way that these sizes can be done, beside one with none."""
     width = QUANT_WIDTH if quant else WIDTH
     weights = random_weights(launcher.device, quant=quant, width=width, seed=seed)
-    limits = {"max_tokens": 128, "max_rows": 128}
+    limits = {"max_tokens": 256, "max_rows": 128}
     expecting = Model(weights, partly_reference(weights, launcher, frozenset(OPS), **limits))
     ops = partly_reference(weights, launcher, frozenset(OPS) - {name}, **limits)
     tested = Model(weights, ops)
     for lengths in CASES:
         expected = _run(expecting, lengths, wkv_dtype)
-        for product, num_tokens, variant in [("head", 0, None), *_variants(ops, name, lengths)]:
+        ways = [(*way, SPREAD_TOKENS) for way in [("head", 0, None), *_variants(ops, name, lengths)]]
+        if name == "time_mix" and max(lengths) > 1:
+            ways.append(("head", 0, None, 1))  # so that rows as short as these have their recurrence spread over the GPU too
+        for product, num_tokens, variant, spread_tokens in ways:
             ops.choose(product, num_tokens, variant)
+            ops.mix.spread_tokens = spread_tokens
             tolerance = _tolerance(ops, name, lengths)
             try:
                 got = _run(tested, lengths, wkv_dtype)
