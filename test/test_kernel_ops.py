@@ -20,7 +20,7 @@ from kernel_recorder import make_launcher
 
 from rwkv_batch.kernels import compiler, measured, self_check
 from rwkv_batch.kernels.autotune import Autotuner
-from rwkv_batch.kernels.linear import MAX_SPARSE
+from rwkv_batch.kernels.linear import MAX_SPARSE, GroupedConfig
 from rwkv_batch.kernels.mix import Mix
 from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.quant.dequantise import Dequantiser
@@ -293,6 +293,27 @@ def test_what_one_layer_offers_every_layer_takes(monkeypatch, quant, num_tokens)
                 ops.choose(product, num_tokens, None)
     assert "rwkv_quant_gemv" in names
     assert ("rwkv_quant_inputs" in names) == (quant in ("int8", "fp8"))  # others want widths of 512
+
+
+def test_many_tokens_do_a_product_as_the_nearest_tuned_number_does(monkeypatch):
+    launcher, _ = make_launcher(monkeypatch, hopper=True)
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    ops = KernelOps(numbered(self_check.random_weights(torch.device("cpu"))), launcher, max_tokens=1100, max_rows=4)
+    assert ops.many_tokens == [1024, 1100]
+    layer = ops.prepared.layers[0]
+    tile = ops.gemm.tile_config(1024, layer.rkv.gemm)
+    ops.choose("rkv", 1024, Variant(Method.GEMM, tile, LoraPlacement.RESERVED, GroupedConfig(64)))
+    ops.choose("output", 1024, Variant(Method.GEMM, tile))
+    ops.choose("output", 1100, CUBLAS)
+    found = {
+        n: (ops.variant("rkv", n, layer.rkv), ops.variant("output", n, layer.output)) for n in (512, 700, 1024, 1090, 1500)
+    }
+    beside = Variant(Method.GEMM, None, LoraPlacement.CONCURRENT)  # cut up anew, since another number of tokens has other tiles
+    assert found[700] == (beside, Variant(Method.GEMM))
+    assert found[1090] == (beside, CUBLAS)
+    assert found[1024] == (Variant(Method.GEMM, tile, LoraPlacement.RESERVED, GroupedConfig(64)), Variant(Method.GEMM, tile))
+    assert found[512] == (CUBLAS, CUBLAS), "too few to be near"
+    assert found[1500][0] == beside
 
 
 @pytest.mark.parametrize(

@@ -424,7 +424,7 @@ def build_engine(
         tuner = (Autotuner if newest else Rwkv6Autotuner)(
             ops, lambda num_rows: model.forward(None, CapturedRows.decode(slots[:num_rows]), state)
         )
-        tuner.tune(sorted({*sizes, *(prefills.sizes if prefills else ())}))
+        tuner.tune(sorted({*sizes, *(prefills.sizes if prefills else ()), *ops.many_tokens}))
     bank, adapted = bank_for(config, weights, num_slots, only_adding=True), None
     if bank is not None:
         own = model_of(weights, with_adapters(ops, bank), "kernels")

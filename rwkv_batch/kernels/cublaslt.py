@@ -26,6 +26,7 @@ LAYOUT_BATCH_COUNT, LAYOUT_BATCH_OFFSET = 5, 6
 PREFERENCE_WORKSPACE = 1
 WORKSPACE_BYTES = 64 * 2**20
 CANDIDATES = 8  # algorithms asked for and timed
+NEAR_ROWS, NEAR = 640, 1.5  # from so many rows on, what was chosen for up to so many times as many, or fewer, is taken
 MOST_PRODUCTS = 1024  # prefills come in any length: then the oldest are forgotten
 NOT_SUPPORTED = 15
 
@@ -131,6 +132,8 @@ class MatMul:
         chosen = self._choices.get(",".join(map(str, shape)))
         if chosen:
             product.algorithm.data[:] = chosen
+        elif (near := self._near(shape, product)) is not None:
+            product.algorithm = near
         else:
             found = self._heuristics(product, 1)
             if not found:
@@ -140,6 +143,25 @@ class MatMul:
             self._forget(next(iter(self._products)))
         self._products[shape] = product
         return product
+
+    def _near(self, shape: tuple, product: Product) -> Algorithm | None:
+        """Return what was chosen for the nearest number of many rows, where it can do this one."""
+        count, n, *rest = shape
+        sizes = {}
+        for key, words in self._choices.items():
+            of_count, rows, *of_rest = map(int, key.split(","))
+            if n >= NEAR_ROWS <= rows and [of_count, *of_rest] == [count, *rest] and max(n, rows) <= NEAR * min(n, rows):
+                sizes[rows] = words
+        for rows in sorted(sizes, key=lambda rows: max(n, rows) / min(n, rows)):
+            algorithm, result = Algorithm(), Heuristic()
+            algorithm.data[:] = sizes[rows]
+            status = self._lib.cublasLtMatmulAlgoCheck(
+                self._handle, product.desc, product.a, product.b, product.c, product.c, ctypes.byref(algorithm),
+                ctypes.byref(result),
+            )  # fmt: skip
+            if status == 0 and result.workspace_bytes <= WORKSPACE_BYTES:
+                return algorithm
+        return None
 
     def _describe(self, transposed: int) -> ctypes.c_void_p:
         desc = ctypes.c_void_p()

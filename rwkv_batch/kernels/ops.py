@@ -46,6 +46,8 @@ from rwkv_batch.kernels.variants import (
     Method,
     Product,
     Variant,
+    known_variant,
+    many_tokens,
 )
 from rwkv_batch.model.packed_rows import RowLayout, StepRows
 from rwkv_batch.model.weights import ModelShape, Weights
@@ -146,6 +148,7 @@ class KernelOps:
         self.prepared = ModelKernels.of(weights, self.gemm)
         num_outputs = self.prepared.num_outputs
         self.buffers = Buffers(weights.shape, num_outputs, max_tokens=max_tokens, max_rows=max_rows, device=launcher.device)
+        self.many_tokens = [] if self.quant else many_tokens(max_tokens)
         self._side = torch.cuda.Stream(launcher.device)
         self._chosen: dict[tuple[Product, int], Variant] = {}  # by product and tokens
         self._now = self.buffers.all  # of the step that runs
@@ -358,7 +361,7 @@ class KernelOps:
 
     def variant(self, name: Product, num_tokens: int, matrix: MatrixKernels) -> Variant:
         """Return how a product of so many tokens is done."""
-        if (chosen := self._chosen.get((name, num_tokens))) is not None:
+        if (chosen := known_variant(name, num_tokens, self._chosen, self.many_tokens)) is not None:
             return chosen
         if matrix.quant is not None:
             if num_tokens > GEMV_ROWS and name == "ffn_value" and self.quant_linear.masked_ffn_fits(num_tokens, matrix.quant):

@@ -56,3 +56,29 @@ CUBLAS, SPARSE, MASKED = Variant(Method.CUBLAS), Variant(Method.SPARSE), Variant
 GEMM = Variant(Method.GEMM)
 GEMV = Variant(Method.GEMV)
 GEMV_RKV = Variant(Method.GEMV, lora=LoraPlacement.FUSED_DOWN)
+
+MANY_TOKENS = (1024, 2048, 4096)  # numbers that are tuned for all others that are not far from them
+NEAR = 1.5  # how many times as many, at most, that is
+
+
+def many_tokens(max_tokens: int) -> list[int]:
+    """Return the numbers of many tokens to tune, where a step has up to `max_tokens`."""
+    sizes = {*(size for size in MANY_TOKENS if size < max_tokens), max_tokens}
+    return sorted(size for size in sizes if size * NEAR >= MANY_TOKENS[0])
+
+
+def known_variant(
+    name: Product, num_tokens: int, chosen: dict[tuple[Product, int], Variant], tuned: list[int]
+) -> Variant | None:
+    """Return how so many tokens do a product, as was chosen for them or, of many, for the nearest number of `tuned`.
+
+    The latter is cut up as suits so many. None where nothing is known.
+    """
+    if (name, num_tokens) in chosen:
+        return chosen[name, num_tokens]
+    near = [size for size in tuned if (name, size) in chosen and max(size, num_tokens) <= NEAR * min(size, num_tokens)]
+    if not near:
+        return None
+    variant = chosen[name, min(near, key=lambda size: max(size, num_tokens) / min(size, num_tokens))]
+    before = variant.lora is LoraPlacement.BEFORE
+    return Variant(variant.method, None, LoraPlacement.BEFORE if before else LoraPlacement.CONCURRENT)

@@ -88,6 +88,7 @@ class Rwkv6KernelOps(KernelOps):
         self.buffers = Rwkv6Buffers(weights.shape, outputs, max_tokens=max_tokens, max_rows=max_rows, device=device)
         self.thin = Thin(launcher, Rwkv6Buffers.thin_values(weights.shape, max_tokens), pdl=torch.version.hip is None)
         self.recurrence = Recurrence(launcher, pdl=torch.version.hip is None)
+        self.many_tokens = []
         self._chosen = {}
         self._now = self.buffers.all
         self._layout: RowLayout | None = None
