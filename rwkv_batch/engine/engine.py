@@ -17,7 +17,7 @@ from rwkv_batch.engine import logprobs, memory
 from rwkv_batch.engine.decode_graphs import DecodeGraphs
 from rwkv_batch.engine.logprobs import Scoring, is_scored
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
-from rwkv_batch.engine.staging import MaskStaging
+from rwkv_batch.engine.staging import MaskStaging, on_host
 from rwkv_batch.engine.token_mask import take_masks
 from rwkv_batch.errors import Unavailable
 from rwkv_batch.model.adapters.bank import AdapterBank
@@ -368,7 +368,7 @@ class Engine:
 
     def _tokens(self, rows: list[Row], packed: PackedRows) -> torch.Tensor:
         """Return the ids to feed [N]: those of prompts, and of the other rows what was sampled last."""
-        tokens = torch.tensor([id for row in rows for id in row.ids or (0,)], device=self.device)
+        tokens = on_host([id for row in rows for id in row.ids or (0,)]).to(self.device)
         decoding = [b for b, row in enumerate(rows) if not row.ids]
         if decoding:
             tokens[packed.first_token_index[decoding]] = self.state.last_ids[packed.slot_tensor[decoding]]

@@ -8,12 +8,13 @@ Which numbers of tokens are worth a graph, in which shorter steps are filled up,
 import bisect
 import logging
 import time
+from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from rwkv_batch.engine.staging import Staging
+from rwkv_batch.engine.staging import Staging, on_host
 from rwkv_batch.kernels.launch import fastest_replay
 from rwkv_batch.model.packed_rows import CONTINUES, NO_SLOT, CapturedRows, RowLayout
 from rwkv_batch.model.rwkv7 import Model
@@ -78,7 +79,7 @@ class PrefillGraphs:
     def _capture(self, num_tokens: int, num_rows: int, stream: torch.cuda.Stream, pool: tuple[int, int]) -> float:
         """Capture the step, fed one row of all its tokens; return the milliseconds that the host takes to launch it."""
         row = step_inputs([0], [[0] * num_tokens], 0, num_tokens, num_rows, len(self._inputs))
-        self._inputs.copy_(torch.tensor(row))
+        self._inputs.copy_(on_host(row))
         stream.wait_stream(torch.cuda.current_stream(self._inputs.device))
         with torch.cuda.stream(stream):
             for _ in range(2):  # every kernel runs once before it is captured; the first time takes longer
@@ -136,15 +137,19 @@ def inputs_length(num_tokens: int, num_rows: int) -> int:
 
 def step_inputs(
     slots: Sequence[int], prompts: Sequence[Sequence[int]], num_sampled: int, num_tokens: int, num_rows: int, length: int
-) -> list[int]:
-    """Return tokens, slots, slots to sample, last positions, starts, and where each token's predecessor is, filled up."""
-    tokens, starts, previous = [], [0], []
+) -> array:
+    """Return tokens, slots, slots to sample, last positions, starts, and where each token's predecessor is, filled up; int64.
+
+    Tokens are many, and the device waits for them, so no list is made of them.
+    """
+    tokens, starts, previous = array("q"), [0], array("q")
     for slot, prompt in zip(slots, prompts, strict=True):
-        tokens += prompt
+        tokens.extend(prompt)
         starts.append(len(tokens))
-        previous += [slot] + [CONTINUES] * (len(prompt) - 1)
+        previous.append(slot)
+        previous.extend(array("q", [CONTINUES]) * (len(prompt) - 1))
     missing, absent = num_tokens - len(tokens), num_rows - len(slots)
-    inputs = [*tokens, *[0] * missing, *slots, *[-1] * absent]
-    inputs += [*slots[:num_sampled], *[-1] * (num_rows - num_sampled), *(start - 1 for start in starts[1:]), *[0] * absent]
-    inputs += [*starts, *[len(tokens)] * absent, *previous, *[NO_SLOT] * missing]
-    return inputs + [0] * (length - len(inputs))
+    few = [*slots, *[-1] * absent, *slots[:num_sampled], *[-1] * (num_rows - num_sampled)]
+    few += [*(start - 1 for start in starts[1:]), *[0] * absent, *starts, *[len(tokens)] * absent]
+    inputs = tokens + array("q", [0]) * missing + array("q", few) + previous + array("q", [NO_SLOT]) * missing
+    return inputs + array("q", [0]) * (length - len(inputs))

@@ -17,6 +17,7 @@ may write there. Every memory that steps use again, and what guards it:
     snapshots to the host           `Copies.to_host` waits for the copy
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -26,6 +27,11 @@ from sampling.masks import SlotMasks
 
 BUFFERS = 4  # arrays that may be on their way
 MASK_BUFFERS = 2  # sets of masks likewise: when a third is sent, the first one's step has been read
+
+
+def on_host(values: Sequence[int]) -> Tensor:
+    """Return numbers as int64, in a tenth of the time that torch.tensor takes for thousands of them."""
+    return torch.frombuffer(array("q", values), dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
 
 
 class Staging:
@@ -41,7 +47,7 @@ class Staging:
         buffer, copied, length = self._buffers[self._next], self._copied[self._next], len(values)
         self._next = (self._next + 1) % BUFFERS
         copied.synchronize()  # at once where it was never recorded
-        buffer[:length] = torch.tensor(values)
+        buffer[:length] = on_host(values)
         target[:length].copy_(buffer[:length], non_blocking=True)
         copied.record()
 

@@ -1,6 +1,7 @@
 """Rows of different lengths packed one after another into one step, without padding."""
 
 import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -127,13 +128,14 @@ class RowLayout:
     @classmethod
     def of(cls, slots: Sequence[int], lengths: Sequence[int], device: torch.device | str) -> "RowLayout":
         """Build it from each row's slot and length (>= 1) with one copy to the device, which the host does not wait for."""
-        cu_seqlens, previous_slot = [0], []
+        cu_seqlens, previous_slot = [0], array("q")  # no list of numbers for all tokens: the device may be waiting
         for slot, length in zip(slots, lengths, strict=True):
             cu_seqlens.append(cu_seqlens[-1] + length)
-            previous_slot += [slot if slot >= 0 else NO_SLOT] + [CONTINUES] * (length - 1)
+            previous_slot.append(slot if slot >= 0 else NO_SLOT)
+            previous_slot.extend(array("q", [CONTINUES]) * (length - 1))
         last_token_index = [start - 1 for start in cu_seqlens[1:]]
-        packed = torch.tensor([*slots, *cu_seqlens, *last_token_index, *previous_slot], dtype=torch.int64)
-        packed = packed.to(device, non_blocking=True)
+        packed = array("q", [*slots, *cu_seqlens, *last_token_index]) + previous_slot
+        packed = torch.frombuffer(packed, dtype=torch.int64).to(device, non_blocking=True)
         small = packed[len(slots) :].int()
         return cls(packed[: len(slots)], *small.split([len(cu_seqlens), len(slots), len(previous_slot)]))
 
