@@ -257,7 +257,7 @@ def test_an_engine_on_cards_is_put_together_and_replays_a_graph_of_each(ranks, m
     )
     assert engine.model.ops_name == f"kernels on {count} cards"
     notes = [note[0] for note in recorder.take() if note[0].startswith("rwkv_exchange")]
-    steps = count * 2 * (2 + 3)  # each size of decode and prefill steps twice
+    steps = count * 2 * (2 + 3 * 2)  # each size of decode steps, and of prefill steps of one row and of six, twice
     assert notes.count("rwkv_exchange_begin") == notes.count("rwkv_exchange_join") == steps
     assert notes.count("rwkv_exchange_sum") == steps * 4
     (sampled, logits) = engine.graphs.replay([4, 1, 3], 2)

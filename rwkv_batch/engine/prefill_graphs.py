@@ -25,7 +25,12 @@ log = logging.getLogger("rwkv_batch.engine")
 
 TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 LONG = (640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # captured as far as it pays
-ROWS = (1, 32)
+MANY_ROWS = 32  # of a graph for more than one row, or as many as there are slots
+
+
+def rows_of_graphs(num_slots: int) -> list[int]:
+    """Return for how many rows there are graphs, ascending."""
+    return sorted({1, min(MANY_ROWS, num_slots)})
 
 
 class PrefillGraphs:
@@ -39,7 +44,7 @@ class PrefillGraphs:
         self.sampler = sampler
         self.state = state
         self.sizes = [size for size in TOKENS if size <= max_tokens]
-        self.rows = [rows for rows in ROWS if rows <= state.num_slots]
+        self.rows = rows_of_graphs(state.num_slots)
         self.num_replays = 0
         self._long = [size for size in LONG if size <= max_tokens]
         device, length = model.weights.device, inputs_length(max([0, *self.sizes, *self._long]), self.rows[-1])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.engine.decode_graphs import buckets_for
-from rwkv_batch.engine.prefill_graphs import ROWS, TOKENS, inputs_length, step_inputs, step_rows
+from rwkv_batch.engine.prefill_graphs import TOKENS, inputs_length, rows_of_graphs, step_inputs, step_rows
 from rwkv_batch.engine.staging import Staging
 from rwkv_batch.kernels.tensor_parallel.exchange import KernelExchange
 from rwkv_batch.model.packed_rows import CapturedRows
@@ -173,7 +173,7 @@ class ShardedPrefillGraphs:
         self.state = state
         self.exchange = exchange
         self.sizes = prefill_sizes(max_tokens)
-        self.rows = [rows for rows in ROWS if rows <= state.num_slots]
+        self.rows = rows_of_graphs(state.num_slots)
         self.num_replays = 0
         self._graphs = RankGraphs(model, exchange, self._sample)
         device, longest = model.weights.device, inputs_length(max(self.sizes, default=0), self.rows[-1])
