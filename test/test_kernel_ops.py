@@ -299,21 +299,41 @@ def test_many_tokens_do_a_product_as_the_nearest_tuned_number_does(monkeypatch):
     launcher, _ = make_launcher(monkeypatch, hopper=True)
     monkeypatch.setattr(torch, "empty", torch.zeros)
     ops = KernelOps(numbered(self_check.random_weights(torch.device("cpu"))), launcher, max_tokens=1100, max_rows=4)
-    assert ops.many_tokens == [1024, 1100]
+    assert ops.many_tokens == [1024]
     layer = ops.prepared.layers[0]
     tile = ops.gemm.tile_config(1024, layer.rkv.gemm)
     ops.choose("rkv", 1024, Variant(Method.GEMM, tile, LoraPlacement.RESERVED, GroupedConfig(64)))
     ops.choose("output", 1024, Variant(Method.GEMM, tile))
-    ops.choose("output", 1100, CUBLAS)
     found = {
-        n: (ops.variant("rkv", n, layer.rkv), ops.variant("output", n, layer.output)) for n in (512, 700, 1024, 1090, 1500)
+        n: (ops.variant("rkv", n, layer.rkv), ops.variant("output", n, layer.output)) for n in (512, 700, 1024, 1500, 1600)
     }
     beside = Variant(Method.GEMM, None, LoraPlacement.CONCURRENT)  # cut up anew, since another number of tokens has other tiles
     assert found[700] == (beside, Variant(Method.GEMM))
-    assert found[1090] == (beside, CUBLAS)
     assert found[1024] == (Variant(Method.GEMM, tile, LoraPlacement.RESERVED, GroupedConfig(64)), Variant(Method.GEMM, tile))
     assert found[512] == (CUBLAS, CUBLAS), "too few to be near"
     assert found[1500][0] == beside
+    assert found[1600] == (CUBLAS, CUBLAS), "too many"
+
+
+@pytest.mark.parametrize(("step", "wins"), [(0.9, True), (0.999, False)])
+def test_many_tokens_are_done_untuned_unless_a_whole_step_gains(monkeypatch, tmp_path, step, wins):
+    """A step takes `step` times as long with every variant but the untuned one; alone, the last variant is the fastest."""
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path))
+    launcher, _ = make_launcher(monkeypatch, hopper=True)
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    ops = KernelOps(numbered(self_check.random_weights(torch.device("cpu"))), launcher, max_tokens=1024, max_rows=4)
+    ways = ("rkv", "output", "ffn_key", "ffn_value")
+    untuned = {name: ops.variant(name, 1024, getattr(ops.prepared.layers[0], name)) for name in ways}
+    tuner = Autotuner(ops, lambda num_rows: None, prefill_step=lambda size: "step")
+    seconds = iter(range(10_000, 0, -1))
+
+    def time(run, rounds=4):
+        return 9 * step ** sum(ops._chosen[name, 1024] != untuned[name] for name in ways) if run == "step" else next(seconds)
+
+    monkeypatch.setattr(launcher, "time", time)
+    monkeypatch.setattr("rwkv_batch.kernels.autotune.LEAD_ALONE", 1)
+    tuner.tune([1024])
+    assert [ops._chosen[name, 1024] != untuned[name] for name in ways] == [wins] * 4
 
 
 @pytest.mark.parametrize(

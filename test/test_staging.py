@@ -8,7 +8,7 @@ from test_worker import GREEDY, Harness, Memory, tokenizer_for
 from rwkv_batch.engine.decode_graphs import DecodeGraphs
 from rwkv_batch.engine.engine import Engine, _Readback
 from rwkv_batch.engine.engine_loop import EngineLoop
-from rwkv_batch.engine.prefill_graphs import PrefillGraphs
+from rwkv_batch.engine.prefill_graphs import PrefillGraphs, fewest_tokens
 from rwkv_batch.engine.staging import BUFFERS, MaskStaging, Staging
 from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
@@ -222,3 +222,21 @@ def test_captured_steps_that_come_again_are_fed_as_if_they_were_put_together():
     assert texts[0] == texts[1]
     assert len(rest) == engine.graphs.num_replays
     assert 3 < len({id(steady) for steady in rest}) < len(rest) / 2
+
+
+@pytest.mark.parametrize(
+    ("launching", "launched", "replayed", "fewest"),
+    [
+        (2.0, 2.1, 1.5, 0),  # the host is too slow: for fewer tokens too
+        (5.0, 7.3, 6.7, 940),  # so many take 6.7 ms when they are launched
+        (5.0, 26.3, 26.1, 1025),  # never
+    ],
+)
+def test_a_long_step_is_filled_up_while_that_is_faster_than_launching_it(stream, launching, launched, replayed, fewest):
+    assert fewest_tokens(1024, launching, launched, replayed) == fewest
+    prefills = engine_of(stream, 512).prefills
+    prefills.sizes.append(1024)
+    prefills._fewest = {(1024, 1): fewest}
+    assert prefills.fits(512, 1)
+    assert all(prefills.fits(n, 1) == (fewest <= n <= 1024) for n in (513, 939, 940, 1024, 1025))
+    assert prefills.fits(600, 2)

@@ -422,9 +422,11 @@ def build_engine(
         slots = torch.tensor([*range(num_slots)] + [-1] * IN_PLACE_ROWS, device=device)
         state.last_ids.random_(1, len(weights.embedding))  # steps that are timed want rows that differ
         tuner = (Autotuner if newest else Rwkv6Autotuner)(
-            ops, lambda num_rows: model.forward(None, CapturedRows.decode(slots[:num_rows]), state)
+            ops,
+            lambda num_rows: model.forward(None, CapturedRows.decode(slots[:num_rows]), state),
+            prefill_step=prefills and prefills.step_of_one_row,
         )
-        tuner.tune(sorted({*sizes, *(prefills.sizes if prefills else ()), *ops.many_tokens}))
+        tuner.tune(sorted({*sizes, *([*prefills.sizes, *ops.many_tokens] if prefills else ())}))
     bank, adapted = bank_for(config, weights, num_slots, only_adding=True), None
     if bank is not None:
         own = model_of(weights, with_adapters(ops, bank), "kernels")

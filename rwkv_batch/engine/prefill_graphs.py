@@ -1,15 +1,17 @@
-"""Prefill steps as CUDA graphs, where their kernels take longer to launch one by one than to run.
+"""Prefill steps as CUDA graphs, where these are faster than kernels that are launched one by one.
 
 A graph is captured for a number of tokens and a number of rows, and fed what fits: surplus tokens belong to no row, surplus
 rows have slot -1. What a step is fed - tokens, slots, where rows begin and end - is one array on the device at a fixed place.
-Which numbers of tokens are worth a graph, in which shorter steps are filled up, depends on the model, the card and the host.
+Which numbers of tokens are worth a graph, and from how many on a step is filled up to it, depends on the model, the card and
+the host.
 """
 
 import bisect
 import logging
+import math
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +27,8 @@ log = logging.getLogger("rwkv_batch.engine")
 
 TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 LONG = (640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # captured as far as it pays
+LEAD = 1.03  # how many times as fast a long step's graph must be
+TYPICAL_ROWS = 4  # that graphs for more than one row are measured with
 MANY_ROWS = 32  # of a graph for more than one row, or as many as there are slots
 
 
@@ -53,13 +57,14 @@ class PrefillGraphs:
         self._ids = torch.zeros(self.rows[-1], dtype=torch.int64, device=device)
         self._finite = torch.zeros(self.rows[-1], dtype=torch.bool, device=device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._fewest: dict[tuple[int, int], int] = {}  # tokens that a graph of LONG is used for
         self._logits: dict[tuple[int, int], Tensor] = {}
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture every size, the largest first, so that the smaller ones find their memory in the pool; then the long ones.
 
-        Slot 0 is fed what means nothing.
+        The first slots are fed what means nothing.
         """
         started = time.monotonic()
         stream, pool = torch.cuda.Stream(self._inputs.device), torch.cuda.graph_pool_handle()
@@ -67,37 +72,61 @@ class PrefillGraphs:
             for num_rows in reversed(self.rows):
                 self._capture(size, num_rows, stream, pool)
         for size in self._long:
-            if not all(self._pays(size, num_rows, stream, pool) for num_rows in self.rows):
-                for num_rows in self.rows:
-                    self._graphs.pop((size, num_rows), None)
-                    self._logits.pop((size, num_rows), None)
+            paying = [num_rows for num_rows in self.rows if self._pays(size, num_rows, stream, pool)]
+            if not paying:
                 break
             self.sizes.append(size)
         seconds, largest = time.monotonic() - started, max(self.sizes, default=0)
         log.info("captured %d prefill graphs, up to %d tokens, in %.1f s", len(self._graphs), largest, seconds)
 
     def _pays(self, num_tokens: int, num_rows: int, stream: torch.cuda.Stream, pool: tuple[int, int]) -> bool:
-        """Capture the step; return whether fewer tokens, filled up, take no longer than launched kernel by kernel."""
-        launching = self._capture(num_tokens, num_rows, stream, pool)
-        return fastest_replay(self._graphs[num_tokens, num_rows], rounds=3) <= launching
+        """Capture the step and find from how many tokens on it is faster than launched kernel by kernel.
 
-    def _capture(self, num_tokens: int, num_rows: int, stream: torch.cuda.Stream, pool: tuple[int, int]) -> float:
-        """Capture the step, fed one row of all its tokens; return the milliseconds that the host takes to launch it."""
-        row = step_inputs([0], [[0] * num_tokens], 0, num_tokens, num_rows, len(self._inputs))
-        self._inputs.copy_(on_host(row))
+        False, and no graph is kept, where it never is.
+        """
+        size = num_tokens, num_rows
+        launching, launched = self._capture(*size, stream, pool, rounds=3)
+        self._fewest[size] = fewest_tokens(num_tokens, launching, launched, fastest_replay(self._graphs[size], rounds=3))
+        if self._fewest[size] <= num_tokens:
+            return True
+        del self._graphs[size], self._logits[size]
+        return False
+
+    def _feed(self, num_tokens: int, num_rows: int) -> None:
+        """Give the step tokens: one row of them where it has but one, else some rows of equal length."""
+        count = min(num_rows, TYPICAL_ROWS)
+        prompts = [[0] * (num_tokens // count)] * count
+        self._inputs.copy_(on_host(step_inputs(range(count), prompts, 0, num_tokens, num_rows, len(self._inputs))))
+
+    def step_of_one_row(self, num_tokens: int) -> Callable[[], Tensor]:
+        """Return what starts a step of one row, kernel by kernel, until another one is fed; it changes slot 0."""
+        self._feed(num_tokens, 1)
+        return lambda: self.model.forward(*step_rows(self._inputs, num_tokens, 1)[:2], self.state)
+
+    def _capture(
+        self, num_tokens: int, num_rows: int, stream: torch.cuda.Stream, pool: tuple[int, int], *, rounds: int = 2
+    ) -> tuple[float, float]:
+        """Capture the step; return the milliseconds in which the host launches its kernels, and in which they have run then.
+
+        rounds  that the step runs before, 2 at least: every kernel must have run once, and the first time takes longer
+        """
+        self._feed(num_tokens, num_rows)
         stream.wait_stream(torch.cuda.current_stream(self._inputs.device))
+        times = []
         with torch.cuda.stream(stream):
-            for _ in range(2):  # every kernel runs once before it is captured; the first time takes longer
+            for _ in range(rounds):
                 stream.synchronize()
                 started = time.perf_counter()
                 self._step(num_tokens, num_rows)
                 launching = time.perf_counter() - started
-        stream.synchronize()
+                stream.synchronize()
+                times.append((launching * 1e3, (time.perf_counter() - started) * 1e3))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             self._logits[num_tokens, num_rows] = self._step(num_tokens, num_rows)
         self._graphs[num_tokens, num_rows] = graph
-        return launching * 1e3
+        launching, launched = map(min, zip(*times[1:], strict=True))
+        return launching, launched
 
     def _step(self, num_tokens: int, num_rows: int) -> Tensor:
         tokens, rows, sampled = step_rows(self._inputs, num_tokens, num_rows)
@@ -106,8 +135,14 @@ class PrefillGraphs:
         return logits
 
     def fits(self, num_tokens: int, num_rows: int) -> bool:
-        """Whether there is a graph for so much."""
-        return bool(self.sizes) and num_tokens <= self.sizes[-1] and num_rows <= self.rows[-1]
+        """Whether there is a graph for so much, which is faster than launching kernel by kernel."""
+        if not self.sizes or num_tokens > self.sizes[-1] or num_rows > self.rows[-1]:
+            return False
+        return num_tokens >= self._fewest.get(self._size(num_tokens, num_rows), 0)
+
+    def _size(self, num_tokens: int, num_rows: int) -> tuple[int, int]:
+        """Return the tokens and the rows of the smallest graph that fits."""
+        return self.sizes[bisect.bisect_left(self.sizes, num_tokens)], self.rows[bisect.bisect_left(self.rows, num_rows)]
 
     def replay(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], num_sampled: int) -> tuple[Sampled, Tensor]:
         """Feed each slot its part of a prompt and sample the first `num_sampled` of them; does not wait for the step.
@@ -115,8 +150,7 @@ class PrefillGraphs:
         Returns what is sampled and the logits of these rows, both on the device and overwritten by the next replay.
         """
         lengths = [len(prompt) for prompt in prompts]
-        num_tokens = self.sizes[bisect.bisect_left(self.sizes, sum(lengths))]
-        num_rows = self.rows[bisect.bisect_left(self.rows, len(slots))]
+        num_tokens, num_rows = self._size(sum(lengths), len(slots))
         length = inputs_length(num_tokens, num_rows)
         self._staging.send(step_inputs(slots, prompts, num_sampled, num_tokens, num_rows, length), self._inputs)
         self._graphs[num_tokens, num_rows].replay()
@@ -124,6 +158,17 @@ class PrefillGraphs:
         self.num_replays += 1
         logits = self._logits[num_tokens, num_rows]
         return Sampled(self._ids[:num_sampled], self._finite[:num_sampled]), logits[:num_sampled]
+
+
+def fewest_tokens(num_tokens: int, launching: float, launched: float, replayed: float) -> int:
+    """Return from how many tokens on a step, filled up to `num_tokens`, takes no longer than one that is launched as it is.
+
+    launching, launched, replayed  for all the tokens: until the host has launched them, until they have run then, in a graph
+    More than `num_tokens` where that is hardly ever so.
+    """
+    if replayed <= launching:  # which takes as long for fewer tokens
+        return 0
+    return math.ceil(num_tokens * replayed / launched) if replayed * LEAD <= launched else num_tokens + 1
 
 
 def step_rows(inputs: Tensor, num_tokens: int, num_rows: int) -> tuple[Tensor, CapturedRows, Tensor]:

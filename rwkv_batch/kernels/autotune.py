@@ -29,6 +29,9 @@ MAX_RIVALS = 6
 # The same of whole steps, for few rows: those variants are compared again.
 LAST_RIVAL_TIME = 1.015
 MAX_LAST_RIVALS = 3
+# For many tokens, where cards are short of power in whole steps and not in a single product's: how many times as fast as what
+# is done untuned a variant must be alone, and then a whole step with it.
+LEAD_ALONE, LEAD_IN_STEP = 1.03, 1.005
 ACTIVE_SHARE = 0.25  # of the feed-forward units that are positive, half of all: about what a trained model has
 
 Times = dict[Variant, float]
@@ -37,14 +40,23 @@ Times = dict[Variant, float]
 class Autotuner:
     """Chooses the variants of one set of ops.
 
-    decode_step  starts a decode step of so many rows
-    products     that the ops are asked for
+    decode_step   starts a decode step of so many rows
+    products      that the ops are asked for
+    prefill_step  prepares a prefill step of so many tokens and returns what starts it; wanted for `many_tokens` of the ops
     """
 
     blended = ("mixed",)  # of the buffers, those that products read beside "heads"
 
-    def __init__(self, ops: KernelOps, decode_step: Callable[[int], object], products: tuple[Product, ...] = PRODUCTS):
+    def __init__(
+        self,
+        ops: KernelOps,
+        decode_step: Callable[[int], object],
+        products: tuple[Product, ...] = PRODUCTS,
+        *,
+        prefill_step: Callable[[int], Callable[[], object]] | None = None,
+    ):
         self.ops = ops
+        self.prefill_step = prefill_step
         self.products = products
         self.decode_step = decode_step
         self._max_rows = len(ops.buffers.logits)
@@ -75,6 +87,8 @@ class Autotuner:
                 ops.choose(name, size, known[key])
             if size <= min(IN_PLACE_ROWS, self._max_rows):
                 known |= {keys[name]: variant for name, variant in self._choose_in_place(size, times).items()}
+            elif size in ops.many_tokens and self.prefill_step is not None:
+                known |= {keys[name]: variant for name, variant in self._choose_for_many(size, times).items()}
         ops.matmul.save()
         if ops.many is not None:
             ops.many.save()
@@ -108,6 +122,31 @@ class Autotuner:
                 self.ops.choose(name, size, rivals[name][0])
         return {name: variants[0] for name, variants in rivals.items()}
 
+    def _choose_for_many(self, size: int, alone: dict[Product, Times]) -> dict[Product, Variant]:
+        """Choose for each product what is done untuned, unless its fastest variant is clearly faster, alone and in a step."""
+        if not alone:
+            return {}
+        chosen = {name: self._untuned(name, size) for name in alone}
+        for name, variant in chosen.items():
+            self.ops.choose(name, size, variant)
+        step, launcher = self.prefill_step(size), self.ops.launcher
+        whole = launcher.time(step, rounds=6)
+        for name, times in alone.items():
+            fastest = min(times, key=times.get)
+            if times[fastest] * LEAD_ALONE > times[chosen[name]]:
+                continue
+            self.ops.choose(name, size, fastest)
+            taken = launcher.time(step, rounds=6)
+            if taken * LEAD_IN_STEP < whole:
+                whole, chosen[name] = taken, fastest
+            self.ops.choose(name, size, chosen[name])
+        return chosen
+
+    def _untuned(self, name: Product, size: int) -> Variant:
+        """Return how so many tokens do a product that was not tuned; nothing is chosen for it then."""
+        self.ops.choose(name, size, None)
+        return self.ops.variant(name, size, self._matrix(name, self.ops.prepared.layers[0]))
+
     def _runs(self, name: Product, size: int) -> dict[Variant, Callable[[], object]]:
         """Return what to time: each variant of a product of `size` tokens, over several layers' weights."""
         ops = self.ops
@@ -139,7 +178,10 @@ class Autotuner:
             for layer in layers[: len(matrices)]:
                 once(layer)
 
-        return {variant: lambda variant=variant: run(variant) for variant in ops.variants(name, size, layers[-1])}
+        variants = ops.variants(name, size, layers[-1])
+        if size in ops.many_tokens:
+            variants = list(dict.fromkeys([self._untuned(name, size), *variants]))
+        return {variant: lambda variant=variant: run(variant) for variant in variants}
 
     def _operands(self, name: Product, b: Any) -> tuple[Tensor, Tensor]:
         """Return what a product reads and writes of the room for a step."""

@@ -27,6 +27,7 @@ PREFERENCE_WORKSPACE = 1
 WORKSPACE_BYTES = 64 * 2**20
 CANDIDATES = 8  # algorithms asked for and timed
 NEAR_ROWS, NEAR = 640, 1.5  # from so many rows on, what was chosen for up to so many times as many, or fewer, is taken
+LEAD_OF_MANY = 1.03  # how many times as fast as one more promising an algorithm must be for so many rows
 MOST_PRODUCTS = 1024  # prefills come in any length: then the oldest are forgotten
 NOT_SUPPORTED = 15
 
@@ -100,10 +101,11 @@ class MatMul:
             return
         product = self._products.get(shape) or self._prepare(shape)
         best_time, best = float("inf"), product.algorithm
+        lead = LEAD_OF_MANY if shape[1] >= NEAR_ROWS else 1
         for heuristic in self._heuristics(product, CANDIDATES):
             product.algorithm = heuristic.algorithm
             taken = self.launcher.time(lambda: [self._run(product, *call) for call in calls])
-            if taken < best_time:
+            if taken * lead < best_time:
                 best_time, best = taken, heuristic.algorithm
         product.algorithm = best
         self._choices[key] = list(best.data)

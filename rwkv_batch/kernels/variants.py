@@ -57,14 +57,13 @@ GEMM = Variant(Method.GEMM)
 GEMV = Variant(Method.GEMV)
 GEMV_RKV = Variant(Method.GEMV, lora=LoraPlacement.FUSED_DOWN)
 
-MANY_TOKENS = (1024, 2048, 4096)  # numbers that are tuned for all others that are not far from them
+MANY_TOKENS = (1024, 2048)  # numbers that are tuned for all others that are not far from them; longer steps gain nothing by it
 NEAR = 1.5  # how many times as many, at most, that is
 
 
 def many_tokens(max_tokens: int) -> list[int]:
     """Return the numbers of many tokens to tune, where a step has up to `max_tokens`."""
-    sizes = {*(size for size in MANY_TOKENS if size < max_tokens), max_tokens}
-    return sorted(size for size in sizes if size * NEAR >= MANY_TOKENS[0])
+    return [size for size in MANY_TOKENS if size <= max_tokens]
 
 
 def known_variant(

@@ -1,6 +1,7 @@
 """Finds by timing how each product of RWKV-6 is done; see `kernels/autotune.py`."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -14,8 +15,8 @@ class Rwkv6Autotuner(Autotuner):
 
     blended = ("mixed", "inputs")
 
-    def __init__(self, ops: Rwkv6KernelOps, decode_step: Callable[[int], object]):
-        super().__init__(ops, decode_step, RWKV6_PRODUCTS)
+    def __init__(self, ops: Rwkv6KernelOps, decode_step: Callable[[int], object], **prefill_step: Any):
+        super().__init__(ops, decode_step, RWKV6_PRODUCTS, **prefill_step)
 
     def _operands(self, name: Product, b: Rwkv6Activations) -> tuple[Tensor, Tensor]:
         if name == "rkvg":
