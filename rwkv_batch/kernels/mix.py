@@ -149,7 +149,7 @@ class Mix:
         then takes the row's last.
 
         normed  [N, C] scratch
-        run     tokens a block takes one after another, by default what is fast; parts: blocks a row is spread over; results depend on neither
+        run     tokens a block takes one after another, parts: blocks a row is spread over; results depend on neither
         """
         n, c = x.shape
         self._check_norm(x, y, weight, bias, mix, shift, out)
@@ -157,7 +157,7 @@ class Mix:
         self._check_rows(rows)
         if rows.previous_slot.shape != (n,):
             raise ValueError(f"rows: {rows.previous_slot.shape[0]} tokens, x has {n}")
-        run = run or (4 if n <= 1024 else 8 if n * c <= 2**24 else 16)
+        run = run or (4 if n <= 1024 else 8 if n <= 4096 else 16)
         arguments = (x, y, weight, bias, mix, shift, rows.previous_slot, rows.last_token_index, rows.slots, normed, out)
         sizes = (n, len(rows.slots), c, len(mix), run, parts or 1)
         self._launcher.launch(self._prefill, *map(pointer, arguments), *sizes, self._pdl)
