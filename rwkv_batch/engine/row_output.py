@@ -15,6 +15,7 @@ from rwkv_batch.text.detokenizer import IncrementalDetokenizer, StopMatcher
 from rwkv_batch.text.tokenizer import Tokenizer
 
 NOT_FINITE = "the model's output for this row was not finite"
+NEWLINE = ord("\n")
 NO_STOPS = StopMatcher()  # until min_tokens ids were sampled
 
 
@@ -117,6 +118,13 @@ class RowOutput:
     def newlines(self, tokenizer: Tokenizer) -> int:
         """Return how many newlines, two at most, the text of prompt and answer ends in."""
         num_visible, rest = self.detokenizer.visible()
+        if (
+            not rest
+            and num_visible
+            and (last := tokenizer.token_bytes[self.generated[num_visible - 1]])
+            and last[-1] != NEWLINE
+        ):
+            return 0  # nearly all of them
         ids = chain(reversed(self.generated[:num_visible]), reversed(self.prompt))
         count = 0
         for data in chain((rest,), (tokenizer.token_bytes[id] for id in ids)):

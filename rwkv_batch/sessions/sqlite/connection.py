@@ -13,6 +13,7 @@ from typing import IO
 import msgspec
 
 from rwkv_batch.errors import RwkvBatchError, StorageFailed, StorageFull, Unavailable
+from rwkv_batch.sessions.sqlite.many_rows import NUM_STATEMENTS
 from rwkv_batch.sessions.sqlite.schema import MIGRATIONS, prepare
 from rwkv_batch.sessions.sqlite.sealing import Sealer, check_key
 from rwkv_batch.sessions.sqlite.states import StateConnection
@@ -200,7 +201,10 @@ class DatabaseFile:
         if not self.path.exists():  # what is said in sessions is nobody else's business
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
         address = f"file:{quoted}?mode={mode}"
-        connection = sqlite3.connect(address, uri=True, isolation_level=None, check_same_thread=False, factory=StateConnection)
+        connection = sqlite3.connect(
+            address, uri=True, isolation_level=None, check_same_thread=False, factory=StateConnection,
+            cached_statements=NUM_STATEMENTS,
+        )  # fmt: skip
         self.connection = connection
         if not self.read_only:
             connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
