@@ -157,9 +157,12 @@ class EngineServer:
         poller.register(self._bell.fd, zmq.POLLIN)
         next_beat = time.monotonic()
         while not self._closing:
-            poller.poll(max(0.0, next_beat - time.monotonic()) * 1000)
-            self._bell.hear()
-            self._receive()
+            ready = dict(poller.poll(max(0.0, next_beat - time.monotonic()) * 1000))
+            # Not to be asked in vain: for each call the loop may have to wait for the interpreter's lock.
+            if self._bell.fd in ready:
+                self._bell.hear()
+            if self._socket in ready:
+                self._receive()
             self._send_events()
             self._send_answers()
             if time.monotonic() >= next_beat:
