@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from models import ROOT
-from test_gpu_engine import SHAPES, tensors_of
+from test_gpu_engine import ROW_COSINE, SHAPES, tensors_of
 
 from rwkv_batch.config import Config
 from rwkv_batch.engine import build
@@ -148,12 +148,12 @@ def test_two_cards_say_what_one_says(name):
             forced = torch.arange(slots, device="cuda") * 7 + step + 1
             engine.state.last_ids.copy_(forced)
             logits[-1].append(engine.graphs.replay(used)[1].float().clone())
-    worst = 1.0
-    for one, two in zip(*logits, strict=True):
-        cosine = torch.nn.functional.cosine_similarity(one.double().flatten(), two.double().flatten(), dim=0)
-        worst = min(worst, float(cosine))
-    print(f"{name}: cosine to one card {worst:.7f}")
-    assert worst >= COSINE
+    one, two = (torch.cat(all_steps).double() for all_steps in logits)
+    rows = torch.nn.functional.cosine_similarity(one, two)
+    together = float(torch.nn.functional.cosine_similarity(one.flatten(), two.flatten(), dim=0))
+    print(f"{name}: cosine to one card {together:.7f}, the worst row {float(rows.min()):.7f}")
+    assert together >= COSINE
+    assert rows.min() >= ROW_COSINE, "as against fp32: a row of random weights may amplify what fp16 rounds"
     first, second = (own.shift.cpu() for own in both.state.ranks)
     assert torch.equal(first, second), "the residual streams of both ranks"
     kept = alone.state.take(9)
