@@ -25,7 +25,8 @@ OWN_SERVERS = (
 TOGETHER = ("test_live_deploy", "test_live_devices", "test_live_state", "test_live_wire")
 
 # Seconds go into what all tests of one of these use: compiled sources, databases, models.
-MADE_ONCE = ("test_demo", "test_exchange", "test_hip", "test_shared_sessions", "test_tune")
+MADE_ONCE = ("test_demo", "test_exchange", "test_shared_sessions", "test_tune")
+ON_EMULATED_CARD = ("test_hip", "test_rwkv6_kernels", "test_thin")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -40,6 +41,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
                 return "some servers"
             if file.parent.name == "live" and file.stem not in OWN_SERVERS:
                 return "shared servers"
+            if file.stem in ON_EMULATED_CARD:
+                return "the emulated card"
             return file.stem if file.stem in MADE_ONCE else nodeid
 
     return Scheduling(config, log)

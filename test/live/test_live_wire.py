@@ -347,13 +347,13 @@ def test_the_log_counts_the_tokens_of_a_stream_that_failed(server):
     thread.start()
     try:
         active = lambda: server.get("/v1/server/status")[1]["active_requests"]  # noqa: E731
-        wait_until(lambda: any(r["given_id"] == "to-be-stopped" and r["generated_tokens"] > 5 for r in active()), 5, "tokens")
+        wait_until(lambda: any(r["given_id"] == "to-be-stopped" and r["generated_tokens"] > 12 for r in active()), 5, "tokens")
     finally:
         server.post({"request_id": "to-be-stopped"}, "/v1/server/stop")
         thread.join()
     wait_until(lambda: "given_id=to-be-stopped" in server.output, 5, "its line")
     (line,) = [line for line in server.output.splitlines() if "given_id=to-be-stopped" in line]
-    assert int(re.search(r" tokens=(\d+)", line)[1]) > 5
+    assert int(re.search(r" tokens=(\d+)", line)[1]) > 5  # bytes of a character that is not whole yet were not sent
     assert line.endswith("end=error")
 
 
