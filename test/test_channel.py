@@ -121,6 +121,14 @@ def test_nothing_can_be_submitted_before_the_model_is_there(address, client, ope
         client.submit(request("a"))
 
 
+def test_who_waits_for_the_model_need_not_wait_for_a_beat(address, client, opened):
+    server = opened(EngineServer(address, heartbeat=60.0, peer_seconds=60.0))
+    server.start()
+    wait_until(lambda: client.phase == "loading")
+    server.attach(StubEngine(server.deliver))
+    wait_until(lambda: client.ready)
+
+
 def test_a_refusal_is_the_workers_own_error(address, client, opened):
     opened(Engine(address, slots=1, queue=1, step_seconds=0.05))
     wait_until(lambda: client.ready)

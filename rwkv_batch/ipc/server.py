@@ -155,7 +155,7 @@ class EngineServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._bell.fd, zmq.POLLIN)
-        next_beat = time.monotonic()
+        next_beat, loading = time.monotonic(), self.core is None
         while not self._closing:
             ready = dict(poller.poll(max(0.0, next_beat - time.monotonic()) * 1000))
             # Not to be asked in vain: for each call the loop may have to wait for the interpreter's lock.
@@ -165,7 +165,9 @@ class EngineServer:
                 self._receive()
             self._send_events()
             self._send_answers()
-            if time.monotonic() >= next_beat:
+            begins = loading and self.core is not None  # who has been waiting for it shall not wait for the next beat
+            if begins or time.monotonic() >= next_beat:
+                loading = self.core is None
                 next_beat = time.monotonic() + self.heartbeat
                 self._beat()
         self._send_events()  # what the core said last, such as why it failed
