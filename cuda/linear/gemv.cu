@@ -15,12 +15,8 @@
 #include "hopper.cuh"
 #include "products.cuh"
 
-#include <cooperative_groups.h>
-
 namespace rwkv {
 namespace {
-
-namespace cg = cooperative_groups;
 
 constexpr int ROWS = 8;    // of the weights, to a tile of the kernels for few tokens
 constexpr int STEP = 32;   // values of k that four lanes read with one 16-byte load each
@@ -390,8 +386,8 @@ __global__ __launch_bounds__(GROUPS * 128) void many_tokens(const __grid_constan
                 to[0] = make_float4(from[0], from[1], from[4], from[5]);
                 to[1] = make_float4(from[8], from[9], from[12], from[13]);
             }
-    auto cluster = cg::this_cluster();
-    if (splits > 1) cluster.sync();
+    const auto meet = [] { __cluster_barrier_arrive(), __cluster_barrier_wait(); };
+    if (splits > 1) meet();
     else __syncthreads();
     const int each = TOKENS * QUADS / splits;
 #pragma unroll 2
@@ -405,7 +401,7 @@ __global__ __launch_bounds__(GROUPS * 128) void many_tokens(const __grid_constan
             float4 parts[CLUSTER];
 #pragma unroll
             for (int s = 0; s < CLUSTER; s++)
-                if (s < splits) parts[s] = *cluster.map_shared_rank(own, s);
+                if (s < splits) parts[s] = *static_cast<float4*>(__cluster_map_shared_rank(own, s));
 #pragma unroll
             for (int s = 0; s < CLUSTER; s++)
                 if (s < splits) total.x += parts[s].x, total.y += parts[s].y, total.z += parts[s].z, total.w += parts[s].w;
@@ -413,7 +409,7 @@ __global__ __launch_bounds__(GROUPS * 128) void many_tokens(const __grid_constan
         float v[4] = {total.x + bias[at], total.y + bias[at + 1], total.z + bias[at + 2], total.w + bias[at + 3]};
         store<4>(p, first_token + token, first_row + at, v);
     }
-    if (splits > 1) cluster.sync();  // the others' shared memory stays until all have read it
+    if (splits > 1) meet();  // the others' shared memory stays until all have read it
 #endif
 }
 
