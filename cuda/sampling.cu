@@ -18,6 +18,7 @@
 // columns: they depend neither on chance, nor on how many blocks share a row, nor on other rows.
 
 // parts: 5
+// left out with FP16_ALONE: 1 4
 #include "parts.cuh"
 #include "sampling/filter.cuh"
 #include "sampling/noise.cuh"
@@ -189,14 +190,17 @@ RWKV_EXPORT int rwkv_sample(const rwkv::SampleArgs* args, cudaStream_t stream) {
     if (a.num_columns > rwkv::PART * rwkv::MAX_PARTS) return cudaErrorInvalidValue;
     rwkv::Layout layout;
     if (cudaError_t error = rwkv::layout_for(a.num_rows, layout)) return error;
-    switch (a.type) {
-        case rwkv::FP32: return rwkv::start<float, false>(a, layout, stream);
-        case rwkv::FP16:
-            return layout.dense ? rwkv::start<__half, true>(a, layout, stream) : rwkv::start<__half, false>(a, layout, stream);
-        case rwkv::BF16: return rwkv::start<__nv_bfloat16, false>(a, layout, stream);
-        default: return cudaErrorInvalidValue;
+    if (a.type == rwkv::FP16)
+        return layout.dense ? rwkv::start<__half, true>(a, layout, stream) : rwkv::start<__half, false>(a, layout, stream);
+    if constexpr (OTHER_TYPES) {
+        if (a.type == rwkv::FP32) return rwkv::start<float, false>(a, layout, stream);
+        if (a.type == rwkv::BF16) return rwkv::start<__nv_bfloat16, false>(a, layout, stream);
     }
+    return cudaErrorInvalidValue;
 }
+
+// Whether logits may be of this type.
+RWKV_EXPORT int rwkv_sample_takes(int type) { return type == rwkv::FP16 || OTHER_TYPES && (type == rwkv::FP32 || type == rwkv::BF16); }
 
 // What callers check their own idea of the arguments by, and the code of a `Method`, -1 for a name that is none.
 RWKV_EXPORT int rwkv_sample_args_size() { return sizeof(rwkv::SampleArgs); }

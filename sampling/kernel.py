@@ -94,6 +94,7 @@ class KernelSampler:
         self.device = self.controls.temperature.device  # with its index
         check_layout(library)
         self._codes = method_codes(library)
+        self._types = {dtype for dtype, code in TYPES.items() if library.rwkv_sample_takes(code)}
         self._sample = library.rwkv_sample
         self._sample.argtypes = (ctypes.POINTER(SampleArgs), POINTER)
         self._sample.restype = ctypes.c_int
@@ -201,12 +202,15 @@ class KernelSampler:
         """Start the kernel; nothing is waited for.
 
         Args:
-            logits: [B, U]; rows may be further apart than U, and are read faster when 16-byte aligned
+            logits: [B, U]; rows may be further apart than U, and are read faster when 16-byte aligned. Kernels built for models
+                that are not quantised take fp16 alone, which other types become first
             slots: [B] int64, distinct; -1 = padding: id 0 and nothing else is written for the row
             out_ids, out_finite: [B] int64 and [B] bool, contiguous, written instead of new tensors
             stream: the CUDA stream's number; default: torch's current one
         """
         self._check(logits, slots)
+        if logits.dtype not in self._types:
+            logits = logits.half()
         ids = torch.empty_like(slots) if out_ids is None else out_ids
         finite = torch.empty_like(slots, dtype=torch.bool) if out_finite is None else out_finite
         args = self._args

@@ -78,6 +78,7 @@ class Library:
         self._hopper = hopper
         self.rwkv_gemm_map, self.rwkv_quant_gemm_map = Describe(recorder), Describe(recorder)
         self.rwkv_sample_args_size = Answer(ctypes.sizeof(SampleArgs))
+        self.rwkv_sample_takes = Answer(1)
         self.rwkv_sample_method = Answer(0)
         self.rwkv_built_for = Answer(900 if hopper else 800)
 

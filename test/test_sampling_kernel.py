@@ -6,9 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from rwkv_batch.shipped import folder
-from sampling.kernel import METHODS, SampleArgs, check_layout, method_codes
+from sampling.kernel import METHODS, TYPES, KernelSampler, SampleArgs, check_layout, method_codes
 
 PROGRAM = """
 #include "args.h"
@@ -27,6 +28,7 @@ class Library:
 
     def __init__(self, size: int, methods: tuple[str, ...] = METHODS):
         self.rwkv_sample_args_size = lambda: size
+        self.rwkv_sample_takes = lambda code: 1
 
         def method(name: bytes) -> int:
             return methods.index(name.decode()) if name.decode() in methods else -1
@@ -76,3 +78,22 @@ def test_kernels_without_a_method_are_refused():
     assert method_codes(Library(0)) == {name: code for code, name in enumerate(METHODS)}
     with pytest.raises(RuntimeError, match="no method rejection"):
         method_codes(Library(0, METHODS[:-1]))
+
+
+def test_kernels_for_fp16_alone_get_nothing_else():
+    """As those that are built for models that are not quantised."""
+    types = []
+
+    def sample(args, stream) -> int:
+        types.append(args._obj.type)
+        return 0
+
+    library = Library(ctypes.sizeof(SampleArgs))
+    library.rwkv_sample = sample
+    slots, logits = torch.arange(2), torch.zeros(2, 9)
+    for takes in (lambda code: 1, lambda code: code == TYPES[torch.float16]):
+        library.rwkv_sample_takes = takes
+        sampler = KernelSampler(2, torch.arange(9), "cpu", library)
+        for dtype in TYPES:
+            sampler.launch(logits.to(dtype), slots, stream=0)
+    assert types == [*TYPES.values(), *[TYPES[torch.float16]] * 3]
