@@ -4,6 +4,7 @@ import ctypes
 
 import torch
 
+from sampling.base import Sampler
 from sampling.kernel import KernelSampler
 from sampling.params import SamplingParams
 from sampling.reference import ReferenceSampler
@@ -28,21 +29,37 @@ SHARE = 0.9  # of the ids that must agree: a draw at the border between two colu
 @torch.inference_mode()
 def check(device: torch.device | str, library: ctypes.CDLL) -> list[str]:
     """Return the names of CHECKED for which the kernel and the reference disagree on this card; takes a second."""
-    names = list(CHECKED)
-    ids = torch.arange(COLUMNS)
-    params = [SamplingParams(**CHECKED[name], seed=seed, alpha_presence=0.5 * (seed % 2), alpha_frequency=0.1 * (seed % 2))
-              for name in names for seed in range(4)]  # fmt: skip
+    params, ids = _params(), torch.arange(COLUMNS)
+    samplers = (ReferenceSampler(len(params), ids, device), KernelSampler(len(params), ids, device, library))
+    results = [_drawn(sampler, params, device, STEPS) for sampler in samplers]
+    same = (results[0] == results[1]).view(len(CHECKED), -1).float().mean(1)  # [names]
+    return [name for name, share in zip(CHECKED, same.tolist(), strict=True) if share < SHARE]
+
+
+@torch.inference_mode()
+def rehearse(device: torch.device | str) -> None:
+    """Draw as the reference does in `check`, for a moment: torch takes its time to load its own kernels."""
+    params = _params()
+    _drawn(ReferenceSampler(len(params), torch.arange(COLUMNS), device), params, device, 2)
+
+
+def _params() -> list[SamplingParams]:
+    """Return those of CHECKED, four rows each."""
+    return [
+        SamplingParams(**more, seed=seed, alpha_presence=0.5 * (seed % 2), alpha_frequency=0.1 * (seed % 2))
+        for more in CHECKED.values()
+        for seed in range(4)
+    ]
+
+
+def _drawn(sampler: Sampler, params: list[SamplingParams], device: torch.device | str, num_steps: int) -> torch.Tensor:
+    """Return what is drawn for these rows from random logits, [rows, steps]."""
     slot_list = list(range(len(params)))
     slots = torch.tensor(slot_list, device=device)
     generator = torch.Generator().manual_seed(1)
-    results = []
-    for sampler in (ReferenceSampler(len(params), ids, device), KernelSampler(len(params), ids, device, library)):
-        generator.manual_seed(1)
-        sampler.start_many(slot_list, params, slot_list)
-        steps = []
-        for _ in range(STEPS):
-            logits = (torch.randn(len(params), COLUMNS, generator=generator) * 2).half().to(device)
-            steps.append(sampler.sample(logits, slots, slot_list).ids.cpu())
-        results.append(torch.stack(steps, 1))
-    same = (results[0] == results[1]).view(len(names), -1).float().mean(1)  # [names]
-    return [name for name, share in zip(names, same.tolist(), strict=True) if share < SHARE]
+    sampler.start_many(slot_list, params, slot_list)
+    steps = []
+    for _ in range(num_steps):
+        logits = (torch.randn(len(params), COLUMNS, generator=generator) * 2).half().to(device)
+        steps.append(sampler.sample(logits, slots, slot_list).ids.cpu())
+    return torch.stack(steps, 1)

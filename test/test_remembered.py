@@ -59,7 +59,7 @@ def start(tmp_path, monkeypatch):
 
     monkeypatch.setattr(self_check, "_is_right", agrees)
     monkeypatch.setattr(self_check, "_fills", lambda launcher, wkv_dtype: True)
-    monkeypatch.setattr(self_check, "check", lambda device, library: [])
+    monkeypatch.setattr(self_check.sampling_check, "check", lambda device, library: [])
     launcher = SimpleNamespace(device=torch.device("cpu"), library=None)
     start = SimpleNamespace(outcome=True, calls=calls, file=file, run=lambda: self_check.failing(launcher, torch.float16, file))
     return start
@@ -91,3 +91,12 @@ def test_a_broken_record_of_the_start_check_is_made_anew(start, content):
     assert start.run() == []
     assert len(start.calls) == 2
     assert recall(start.file, KIND) == {key: []}
+
+
+def test_what_the_check_compares_with_can_be_run_before_there_are_kernels(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(self_check, "CASES", ([1], [2, 1]))
+    monkeypatch.setattr(self_check.sampling_check, "rehearse", drawn.append)
+    cpu = torch.device("cpu")
+    self_check.rehearse(cpu, torch.float16)
+    assert drawn == [cpu]

@@ -4,6 +4,7 @@ A driver, a compiler or a card that nobody tried must cost speed, never right an
 library, so that the check runs once for each build and card; but a check that came to no result runs again at the next start.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from rwkv_batch.model.state import State
 from rwkv_batch.model.weight import Weight
 from rwkv_batch.model.weights import HEAD_SIZE, Layer, ModelShape, Weights
 from rwkv_batch.served.architectures import NEWEST
-from sampling.self_check import check
+from sampling import self_check as sampling_check
 
 log = logging.getLogger("rwkv_batch.engine")
 
@@ -131,6 +132,16 @@ def failing(
     return wrong
 
 
+def rehearse(device: torch.device, wkv_dtype: torch.dtype) -> None:
+    """Run what the check of a model that is not quantised compares with: torch takes its time to load each of its own kernels,
+    which so passes while ours are being built."""
+    with contextlib.suppress(RuntimeError), torch.inference_mode():  # the check itself finds out what cannot be run
+        model = Model(random_weights(device), reference_ops)
+        for lengths in CASES:
+            _run(model, lengths, wkv_dtype)
+        sampling_check.rehearse(device)
+
+
 def _check_all(
     launcher: Launcher, wkv_dtype: torch.dtype, quant: str, architecture: str = NEWEST
 ) -> tuple[list[str], list[str]]:
@@ -158,7 +169,7 @@ def _check_all(
 
 
 def _samples(launcher: Launcher) -> bool:
-    wrong = check(launcher.device, launcher.library)
+    wrong = sampling_check.check(launcher.device, launcher.library)
     if wrong:
         log.error("sampling rules that the kernel gets wrong: %s", "; ".join(wrong))
     return not wrong
