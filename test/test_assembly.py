@@ -199,13 +199,14 @@ def test_kernels_that_fail_to_build_while_weights_load_leave_plain_torch(tiny_ch
 
     def find_kernels(config, device, architecture, quant):
         asked.append(config.ops)
-        return SimpleNamespace(result=lambda: None) if config.ops != "reference" else None
+        return SimpleNamespace(busy=True, result=lambda: None) if config.ops != "reference" else None
 
     monkeypatch.setattr(build, "find_kernels", find_kernels)
+    monkeypatch.setattr(build.self_check, "rehearse", lambda device, wkv_dtype: asked.append("rehearsed"))
     settings = {"model_path": str(tiny_checkpoint), "device": "cpu", "slots": 2, "state_db": str(tmp_path / "db")}
     worker = build.build_engine_loop(Config(**settings), lambda batch: None)
     worker.sessions.close()
-    assert asked == ["auto", "reference"]
+    assert asked == ["auto", "rehearsed", "reference"]
     assert worker.info.ops == "reference"
     assert worker.engine.state.wkv.dtype == torch.float32
 

@@ -3,6 +3,7 @@
 import re
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from kernel_recorder import make_launcher
 
+from rwkv_batch.config import Config
 from rwkv_batch.errors import UsageError
 from rwkv_batch.kernels import compiler
 from rwkv_batch.kernels.linear import Linear
@@ -110,6 +112,54 @@ def test_a_plain_model_waits_for_no_kernels_of_quantised_ones(toolchain):
     assert every - plain >= {"quant_gemv-1", "dequantise", "quant_rows", "quant_gemm_fp8"}
     assert plain >= {"gemv", "grouped", "sparse_ffn", "sampling-2", "state"}
     assert toolchain.digest("sm_90a", quant=False) != toolchain.digest("sm_90a")
+    assert {unit for unit in every - plain if "quant" not in unit} == {"sampling-1", "sampling-4"}
+    assert toolchain.kind_flags(quant=False) == ("-DFP16_ALONE",)  # which is why nothing asks for what is left out
+    assert toolchain.kind_flags(quant=True) == ()
+
+
+class Driver:
+    """As much of NVIDIA's driver as tells what a GPU can do."""
+
+    def __init__(self, card: tuple[int, int], asked: list[int]):
+        self.card, self.asked = card, asked
+
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDeviceGet(self, device, index: int) -> int:
+        self.asked.append(index)
+        return 0
+
+    def cuDeviceGetAttribute(self, value, attribute: int, device) -> int:
+        value._obj.value = self.card[attribute - 75]
+        return 0
+
+
+def test_building_begins_before_torch_is_there(toolchain, monkeypatch, tmp_path):
+    built, asked = [], []
+    monkeypatch.setattr(compiler.ctypes, "CDLL", lambda name: Driver((9, 0), asked))
+    monkeypatch.setattr(compiler.Toolchain, "cuda", lambda: toolchain)
+    monkeypatch.setattr(compiler, "build", lambda chain, arch, quant: built.append((arch, quant)))
+    model = Config(model_path=str(tmp_path / "m.pth"))
+
+    def begin(**settings) -> bool:
+        thread = compiler.build_early(replace(model, **settings))
+        if thread is not None:
+            thread.join(10)
+        return thread is not None
+
+    assert begin()
+    assert begin(device="cuda:1", quant="int8")
+    assert (built, asked) == ([("sm_90a", False), ("sm_90a", True)], [0, 1])
+    for settings in ({"device": "cpu"}, {"ops": "reference"}, {"dtype": "bf16"}, {"compile": "default"}, {"model_path": None}):
+        assert not begin(**settings)
+    monkeypatch.setattr(compiler.ctypes, "CDLL", no_driver)
+    assert begin()  # and nothing comes of it
+    assert len(built) == 2
+
+
+def no_driver(name: str) -> None:
+    raise OSError(f"{name}: cannot open shared object file")
 
 
 def test_kernels_are_built_beside_whatever_goes_on(toolchain, monkeypatch, caplog):

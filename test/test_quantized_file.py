@@ -14,11 +14,12 @@ from rwkv_batch.kernels.quant.matrix import supported_formats
 from rwkv_batch.model import weights
 from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.quantized import FORMATS, Quantisation
-from rwkv_batch.model.quantized_file import METADATA, Stored, stored_as
+from rwkv_batch.model.quantized_file import Stored, stored_as
 from rwkv_batch.model.quantized_writer import write_quantised
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weights import ModelShape
+from rwkv_batch.served.glance import QUANTISED, is_quantised
 from rwkv_batch.server.quantize_command import quantize_file
 from rwkv_batch.sessions.state_file import StateFile
 from rwkv_batch.sessions.state_file import Stored as StoredState
@@ -235,7 +236,7 @@ def test_e4m3_that_is_no_number_is_refused(tmp_path):
 )
 def test_metadata_that_do_not_fit_are_refused(about, words, tmp_path):
     with pytest.raises(CheckpointError, match=words):
-        loaded(quantised_file(tmp_path, metadata={METADATA: about}))
+        loaded(quantised_file(tmp_path, metadata={QUANTISED: about}))
 
 
 def test_a_cut_file_is_refused(tmp_path):
@@ -251,6 +252,17 @@ def test_a_quantised_file_without_its_metadata_is_no_checkpoint(tmp_path):
     save_file(load_file(path), path)
     with pytest.raises(CheckpointError, match="not an RWKV-7 checkpoint"):
         loaded(path)
+
+
+def test_a_glance_tells_what_is_quantised(tmp_path):
+    assert is_quantised(quantised_file(tmp_path))
+    assert not is_quantised(source_file(tmp_path))
+    plain = tmp_path / "plain.st"
+    save_file(random_tensors(TINY), plain)
+    assert not is_quantised(plain)
+    for content in (b"", bytes(8), b"\2\0\0\0\0\0\0\0[]", b"\xff" * 20):
+        plain.write_bytes(content)
+        assert not is_quantised(plain)
 
 
 def test_the_command_writes_a_file_or_says_in_one_line_why_not(tmp_path, capsys):

@@ -141,6 +141,8 @@ def build_engine_loop(
     checkpoint.check_version(Path(name), version)
     for line in weights_module.iter_summary(weights):
         log.info("%s", line)
+    if kernels is not None and kernels.busy and not quant.format and weights.architecture == NEWEST:
+        self_check.rehearse(device, wkv_dtype)
     library = None if kernels is None else kernels.result()
     if kernels is not None and library is None:  # what was planned for them does not hold
         del weights
@@ -320,7 +322,7 @@ def find_kernels(
         if config.ops == "kernels":
             raise UsageError("--ops kernels: there are kernels for GPUs only", param="ops")
         return None
-    if config.compile or config.ops in ("compile", "reference") or config.dtype not in ("auto", "fp16"):
+    if not compiler.wanted(config):
         if config.ops == "kernels":
             raise UsageError("--ops kernels: runs in fp16, without --compile", param="ops")
         return None

@@ -9,6 +9,7 @@ library is cached under a hash of sources, flags and compiler; two processes tha
 RWKV_BATCH_KERNEL_ARCH=sm_80 has any newer NVIDIA card run what an sm_80 card would: the same sources, compiled for compute_80.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -27,7 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from rwkv_batch.config import Config
 from rwkv_batch.errors import RwkvBatchError, UsageError
+from rwkv_batch.served.glance import is_quantised
 from rwkv_batch.shipped import folder
 
 log = logging.getLogger("rwkv_batch.engine")
@@ -36,7 +39,10 @@ CACHE_VARIABLE = "RWKV_BATCH_KERNEL_CACHE"  # folder of built libraries; default
 ARCH_VARIABLE = "RWKV_BATCH_KERNEL_ARCH"  # an older architecture to build for; default: the card's own
 LEAST = (8, 0)  # compute capability that the sources compile for
 PARTS = re.compile(r"^// parts: (\d+)$", re.MULTILINE)  # see cuda/parts.cuh
+LEFT_OUT = re.compile(r"^// left out with FP16_ALONE: ([\d ]+)$", re.MULTILINE)
 INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
+DRIVER = "libcuda.so.1"
+CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76  # of the driver's CUdevice_attribute
 INSTALL_CUDA = "install the CUDA toolkit, or: pip install -r requirements-cuda.txt"
 
 
@@ -75,6 +81,10 @@ class Toolchain:
         features, _, card = arch.partition("-on-")
         return (f"-gencode=arch={features.replace('sm_', 'compute_')},code={card or arch}",)
 
+    def kind_flags(self, *, quant: bool) -> tuple[str, ...]:
+        """Flags for what is compiled: `quant` as of `units`."""
+        return () if quant or self.name == "hip" else ("-DFP16_ALONE",)
+
     def link_flags(self) -> tuple[str, ...]:
         """Flags for linking: pip's nvcc does not find the libraries that lie beside it."""
         packaged = Path(self.compiler).parent.parent / "lib"
@@ -88,14 +98,16 @@ class Toolchain:
         """What is compiled side by side, by a guess the longest first: parts of sources, then sources by the size of all they
         include.
 
-        quant  whether quantised models are to run too; without, it is half the work with nvcc
+        quant  whether quantised models are to run too; without, it is less than half the work with nvcc
         """
         found = []
         for source in self.sources():
-            if self.name == "cuda" and not quant and "quant" in source.relative_to(self.folder).as_posix():
+            plain, text = self.name == "cuda" and not quant, source.read_text()
+            if plain and "quant" in source.relative_to(self.folder).as_posix():
                 continue
-            parts = PARTS.search(source.read_text())
-            found += [Unit(source, number) for number in (range(int(parts[1])) if parts else [None])]
+            parts, rest = PARTS.search(text), LEFT_OUT.search(text) if plain else None
+            numbers = [*range(int(parts[1]))] if parts else [None]
+            found += [Unit(source, number) for number in numbers if rest is None or str(number) not in rest[1].split()]
         return sorted(found, key=lambda unit: (not unit.part, -_extent(unit.source)))
 
     def digest(self, arch: str, *, quant: bool = True) -> str:
@@ -166,7 +178,12 @@ def arch_of_device(index: int) -> str:
 
     if torch.version.hip:
         return torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
-    card, built = torch.cuda.get_device_capability(index), capability(index)
+    return arch_for(torch.cuda.get_device_capability(index))
+
+
+def arch_for(card: tuple[int, int]) -> str:
+    """Return the architecture to build for on an NVIDIA card of this compute capability; UsageError as of `capability`."""
+    built = _built_for(card)
     if built == card:
         return _name(card) + ("a" if card[0] == 9 else "")  # wgmma needs the "a" on Hopper
     return f"{_name(built)}-on-{_name(card)}"
@@ -179,8 +196,13 @@ def capability(index: int) -> tuple[int, int]:
     """
     import torch
 
-    card, wanted = torch.cuda.get_device_capability(index), os.environ.get(ARCH_VARIABLE)
-    if not wanted or torch.version.hip:
+    card = torch.cuda.get_device_capability(index)
+    return card if torch.version.hip else _built_for(card)
+
+
+def _built_for(card: tuple[int, int]) -> tuple[int, int]:
+    wanted = os.environ.get(ARCH_VARIABLE)
+    if not wanted:
         return card
     if not re.fullmatch(r"sm_\d{2,3}a?", wanted):
         raise UsageError(f"{ARCH_VARIABLE}: {wanted!r} is no architecture such as sm_80")
@@ -226,6 +248,11 @@ class Building:
         except KernelError as error:
             return _without(error, required)
 
+    @property
+    def busy(self) -> bool:
+        """Whether `result` would wait."""
+        return self._thread.is_alive()
+
     def result(self) -> ctypes.CDLL | None:
         """Wait for it; None when it cannot be built."""
         self._thread.join()
@@ -241,6 +268,44 @@ class Building:
             self._built = build(self._toolchain, self._arch, quant=self._quant)
         except Exception as error:  # for who waits
             self._error = error
+
+
+def wanted(config: Config) -> bool:
+    """Whether a model is to run on kernels where there is a GPU for them."""
+    return not config.compile and config.ops in ("auto", "kernels") and config.dtype in ("auto", "fp16")
+
+
+def build_early(config: Config) -> threading.Thread | None:
+    """Begin to build for an NVIDIA GPU while torch, which takes seconds, is imported; None where no kernels are wanted.
+
+    Whoever needs the library finds it in the cache, or waits at the cache's lock. What is built is a guess by what can be known
+    without torch; a wrong one costs nothing but time. Nothing is raised or said: that is up to whoever needs the library.
+    """
+    if config.device == "cpu" or config.model_path is None or not wanted(config):
+        return None
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            card = _capability_by_driver(int(config.device.partition(":")[2] or 0))
+            quant = config.quant not in ("auto", "none") or is_quantised(Path(config.model_path))
+            build(Toolchain.cuda(), arch_for(card), quant=quant)
+
+    thread = threading.Thread(target=run, name="early kernels", daemon=True)
+    thread.start()
+    return thread
+
+
+def _capability_by_driver(index: int) -> tuple[int, int]:
+    """Return the compute capability of GPU `index`, without torch; OSError where there is none."""
+    driver, device, value = ctypes.CDLL(DRIVER), ctypes.c_int(), ctypes.c_int()
+    found = []
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index):
+        raise OSError(f"no GPU {index}")
+    for attribute in (CAPABILITY_MAJOR, CAPABILITY_MINOR):
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
+            raise OSError(f"GPU {index} does not tell what it can do")
+        found.append(value.value)
+    return found[0], found[1]
 
 
 def _without(error: KernelError, required: bool) -> None:
@@ -319,7 +384,8 @@ def _ninja(toolchain: Toolchain, archs: list[str], folder: Path, *, quant: bool 
     language = "-x hip " if toolchain.name == "hip" else ""
     lines = []
     for arch in archs:
-        call = " ".join([toolchain.compiler, *toolchain.flags, *toolchain.arch_flags(arch)])
+        flags = (*toolchain.flags, *toolchain.kind_flags(quant=quant), *toolchain.arch_flags(arch))
+        call = " ".join([toolchain.compiler, *flags])
         units = toolchain.units(quant=quant)
         lines += [
             f"rule compile-{arch}\n  command = {call} $part {language}-c $in -o $out",

@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 
 from rwkv_batch.errors import CheckpointError
 from rwkv_batch.model.quantized import FORMATS, VERSION, Quantisation
+from rwkv_batch.served.glance import QUANTISED, SAFETENSORS
 
 SCALES = ".scales"
-METADATA = "rwkv_batch"  # the one entry, JSON
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Stored:
 
 def stored_as(file: Path) -> Stored | None:
     """Return how a checkpoint's matrices are quantised, None = not; CheckpointError where that is not known here."""
-    if file.suffix not in (".safetensors", ".st"):
+    if file.suffix not in SAFETENSORS:
         return None
     try:
         with safe_open(file, framework="pt") as opened:
-            text = (opened.metadata() or {}).get(METADATA)
+            text = (opened.metadata() or {}).get(QUANTISED)
     except (OSError, SafetensorError):
         return None  # whoever reads the tensors says what is wrong
     if text is None:
@@ -53,7 +53,7 @@ def stored_as(file: Path) -> Stored | None:
 def metadata_of(stored: Stored) -> dict[str, str]:
     """Return the metadata of a file of such matrices."""
     about = {"quant": stored.quant.format, "head": stored.quant.head, "version": VERSION, "source": stored.source}
-    return {METADATA: json.dumps(about)}
+    return {QUANTISED: json.dumps(about)}
 
 
 def check_wanted(name: str, wanted: Quantisation, stored: Stored | None) -> None:

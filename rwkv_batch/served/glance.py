@@ -14,6 +14,8 @@ from rwkv_batch.errors import CheckpointError
 MAX_HEADER = 2**24  # bytes of the part that names the tensors; the largest models published need a fiftieth of it
 MAX_PICKLE = 2**22
 PACKED = b"RWKVDEMO"
+SAFETENSORS = (".safetensors", ".st")
+QUANTISED = "rwkv_batch"  # the entry of a safetensors file's metadata that says how its matrices are quantised
 INERT = ("torch", "collections")  # packages whose names stand in a pickle of tensors
 FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 
@@ -24,13 +26,26 @@ def names_in(file: Path) -> set[str]:
         size = file.stat().st_size
         if not size:
             raise CheckpointError(f"{file.name}: the file is empty")
-        if file.suffix in (".safetensors", ".st"):
+        if file.suffix in SAFETENSORS:
             return names_in_safetensors(file, size)
         if file.suffix == ".rwkv":
             return names_in_packed(file)
         return names_in_archive(file, size)
     except OSError as error:
         raise CheckpointError(f"{file.name}: {error.strerror or error}") from None
+
+
+def is_quantised(file: Path) -> bool:
+    """Whether a checkpoint's matrices are quantised already; False too where it cannot be read. OSError."""
+    if file.suffix not in SAFETENSORS:
+        return False
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        text = opened.read(length) if length <= MAX_HEADER else b""
+    try:
+        return QUANTISED in json.loads(text).get("__metadata__", {})
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return False
 
 
 def names_in_safetensors(file: Path, size: int) -> set[str]:

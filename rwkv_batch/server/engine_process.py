@@ -13,6 +13,7 @@ from pathlib import Path
 from rwkv_batch import metrics
 from rwkv_batch.errors import CheckpointError, EngineFailed, NoMemory, RwkvBatchError, UsageError
 from rwkv_batch.ipc.server import EngineServer
+from rwkv_batch.kernels import compiler
 from rwkv_batch.request import Failure
 from rwkv_batch.server import lines
 from rwkv_batch.server.control import BEAT_SECONDS, Control, address_in, freeze_loaded
@@ -27,6 +28,8 @@ def run(control: Control) -> int:
     config = control.config
     faulthandler.enable()
     stay_on(control.birth.cpus)
+    if config.fake_engine is None:
+        compiler.build_early(config)
     server = EngineServer(
         address_in(control.folder, control.birth.index), heartbeat=config.heartbeat, peer_seconds=config.peer_seconds
     )
