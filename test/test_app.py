@@ -192,6 +192,21 @@ def test_an_engine_that_steps_gives_signs_of_life_and_one_that_slept_is_not_ende
     assert control.beats == core.turns - 1
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="Linux")
+def test_a_models_file_is_read_ahead_where_memory_takes_it(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(engine_process.os, "posix_fadvise", lambda opened, *rest: asked.append(rest))
+    file, meminfo = tmp_path / "m.pth", tmp_path / "meminfo"
+    file.write_bytes(bytes(8192))
+    for available, times in ((7, 0), (8, 1)):
+        meminfo.write_text(f"MemTotal: 99 kB\nMemAvailable: {available} kB\n")
+        engine_process.read_ahead(file, meminfo)
+        assert asked == [(0, 0, os.POSIX_FADV_WILLNEED)] * times
+    engine_process.read_ahead(tmp_path / "none.pth", meminfo)
+    engine_process.read_ahead(file, tmp_path / "nowhere")
+    assert len(asked) == 1
+
+
 def test_an_http_process_that_cannot_start_does_not_end_those_that_serve(supervised):
     http, _ = supervised.children
     for _ in range(2 * supervisor.MAX_FAILED_STARTS):
