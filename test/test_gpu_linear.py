@@ -172,13 +172,17 @@ class TestLora:
             GroupedConfig(128, 1, 2),
             GroupedConfig(160, 1, 1),
             GroupedConfig(256, 1, 1),
+            GroupedConfig(32, 1, 4, 64),
+            GroupedConfig(64, 1, 2, 64),
+            GroupedConfig(128, 1, 1, 64),
         ]
         first, *others = [
             run_up(linear, run_down(linear, mixed, lora, config=whole[0]), lora, config=config) for config in whole
         ]
         assert all(torch.equal(a, b) for other in others for a, b in zip(other, first, strict=True))
         for splits in range(1, 9):
-            configs = [GroupedConfig(tile, splits, 1) for tile in (32, 64, 128, 160)] if splits > 1 else whole
+            cut = [GroupedConfig(tile, splits, 1) for tile in (32, 64, 128, 160)]
+            configs = [*cut, GroupedConfig(32, splits, 1, 64), GroupedConfig(64, splits, 1, 64)] if splits > 1 else whole
             hidden, *others = [run_down(linear, mixed, lora, config=config) for config in configs]
             assert all(torch.equal(other, hidden) for other in others), splits
             assert_lora(mixed, lora, hidden, run_up(linear, hidden, lora, config=whole[3]))
@@ -200,6 +204,8 @@ class TestLora:
             GroupedConfig(64, 9),
             GroupedConfig(256, 2),
             GroupedConfig(64, 1, 4),
+            GroupedConfig(64, 1, 1, 32),
+            GroupedConfig(160, 1, 1, 64),
         ):
             with pytest.raises(KernelLaunchFailed):
                 run_down(linear, mixed, lora, config=config)

@@ -6,8 +6,7 @@
 //
 //   stream_weights  up to 16 tokens, K up to 4096 (Hopper): bulk copies of weights keep the memory busy at all times
 //   few_ranks       up to 16 tokens, K up to 512
-//   many_tokens     more than 16 tokens (Hopper); LoRA pairs of many more: grouped.cu
-//   few_tokens      all other cases
+//   few_tokens      all other cases; LoRA pairs of more than 16 tokens on Hopper: grouped.cu
 //
 // Split sums are put together inside a cluster of blocks, in the order of their ranks. Devices without clusters do not split.
 // Programmatic dependent launch: weights are fetched before griddepcontrol.wait, all else is touched after it.
@@ -275,144 +274,6 @@ __global__ __launch_bounds__((WARPS + 1) * LANES, HALVES == 1 && STAGES * STAGE_
 #endif
 }
 
-constexpr int SLICE = 64;  // values of k to a stage: 128 bytes, the width of a swizzled row
-
-// A tile of 64 * HIGH * GROUPS tokens by TILE_ROWS rows of weights; `splits` blocks, a cluster, share its K. Each of GROUPS
-// warpgroups has 64 * HIGH tokens. Rows of weights are dealt out in shared memory so that a lane ends up with 8 neighbouring ones.
-template <int GROUPS, int HIGH, int TILE_ROWS, int STAGES>
-struct Many {
-    static constexpr int THREADS = GROUPS * 128, TOKENS = GROUPS * HIGH * 64;
-    static constexpr int STAGE_BYTES = (TOKENS + TILE_ROWS) * SLICE * 2;
-    static constexpr int BYTES = 1024 + STAGES * STAGE_BYTES;
-    static constexpr int SUM_PITCH = TILE_ROWS + 4;                 // four floats on, so that tokens' sums lie in other banks
-    static_assert(STAGES * STAGE_BYTES >= TOKENS * SUM_PITCH * 4);  // the sums come there at the end
-};
-
-template <int GROUPS, int HIGH, int TILE_ROWS, int STAGES>
-__global__ __launch_bounds__(GROUPS * 128) void many_tokens(const __grid_constant__ Products all, int splits) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using Shape = Many<GROUPS, HIGH, TILE_ROWS, STAGES>;
-    constexpr int THREADS = Shape::THREADS, TOKENS = Shape::TOKENS, STAGE_BYTES = Shape::STAGE_BYTES, AHEAD = STAGES - 1;
-    extern __shared__ uint8_t unaligned[];
-    __shared__ float bias[TILE_ROWS];
-    release_next();
-    const uint32_t base = (shared_address(unaligned) + 1023) / 1024 * 1024;  // where the swizzle repeats
-    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    const int tile = blockIdx.x / splits, rank = blockIdx.x % splits, item = all.of(tile);
-    const Product& p = all.item[item];
-    const int first_row = (tile - all.first_tile[item]) * TILE_ROWS, first_token = blockIdx.y * TOKENS;
-    const int slices = (p.width + SLICE - 1) / SLICE, begin = rank * slices / splits, end = (rank + 1) * slices / splits;
-
-    auto copy = [](uint32_t to, const __half* from, bool inside) {  // zeros outside
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0));
-    };
-    // Every thread copies the same 8 values of k of several rows.
-    constexpr int STRIDE = THREADS / 8;
-    const int copy_k = threadIdx.x % 8 * 8;
-    const __half* x_rows[TOKENS / STRIDE];
-    const __half* weight_rows[TILE_ROWS / STRIDE];
-#pragma unroll
-    for (int i = 0; i < TOKENS / STRIDE; i++) {
-        const int token = min(first_token + int(threadIdx.x) / 8 + i * STRIDE, all.num_tokens - 1);
-        x_rows[i] = p.x + int64_t(token) * p.x_stride;
-    }
-#pragma unroll
-    for (int i = 0; i < TILE_ROWS / STRIDE; i++) {
-        const int at = threadIdx.x / 8 + i * STRIDE, row = at / 32 * 32 + at % 8 / 2 * 8 + at % 32 / 8 * 2 + at % 2;
-        weight_rows[i] = p.weight + int64_t(min(first_row + row, p.rows - 1)) * p.width;
-    }
-    const uint32_t first_chunk = base + threadIdx.x / 8 * 128 + (threadIdx.x % 8 ^ threadIdx.x / 8 % 8) * 16;
-    auto load_x = [&](int slice) {
-        if (slice >= end) return;
-        const int k = slice * SLICE + copy_k;
-        const uint32_t to = first_chunk + (slice - begin) % STAGES * STAGE_BYTES;
-#pragma unroll
-        for (int i = 0; i < TOKENS / STRIDE; i++) copy(to + i * STRIDE * 128, x_rows[i] + (k < p.width ? k : 0), k < p.width);
-    };
-    auto load_weight = [&](int slice) {
-        if (slice >= end) return;
-        const int k = slice * SLICE + copy_k;
-        const uint32_t to = first_chunk + (slice - begin) % STAGES * STAGE_BYTES + TOKENS * 128;
-#pragma unroll
-        for (int i = 0; i < TILE_ROWS / STRIDE; i++)
-            copy(to + i * STRIDE * 128, weight_rows[i] + (k < p.width ? k : 0), k < p.width);
-    };
-
-#pragma unroll
-    for (int s = 0; s < AHEAD; s++) load_weight(begin + s);
-    const float own_bias = threadIdx.x < TILE_ROWS ? bias_of(p, first_row + threadIdx.x) : 0.f;
-    wait_for_previous();
-#pragma unroll
-    for (int s = 0; s < AHEAD; s++) {
-        load_x(begin + s);
-        asm volatile("cp.async.commit_group;");
-    }
-    if (threadIdx.x < TILE_ROWS) bias[threadIdx.x] = own_bias;
-    float sum[HIGH][TILE_ROWS / 2] = {};
-    for (int slice = begin; slice < end; slice++) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1));
-        asm volatile("fence.proxy.async;" ::: "memory");
-        __syncthreads();  // this slice has arrived for all, and all have finished with the stage to fill
-        load_weight(slice + AHEAD);
-        load_x(slice + AHEAD);
-        asm volatile("cp.async.commit_group;");
-        const uint32_t stage = base + (slice - begin) % STAGES * STAGE_BYTES;
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < SLICE / 16; k++)
-#pragma unroll
-            for (int i = 0; i < HIGH; i++)
-                Wgmma<TILE_ROWS, false>::multiply(
-                    sum[i], describe(stage + (warp / 4 * HIGH + i) * 64 * 128 + k * 32), describe(stage + TOKENS * 128 + k * 32), 1
-                );
-        wgmma_commit();
-        wgmma_wait<0>();
-    }
-
-    // The sums go through shared memory, which now is free, so that neighbouring threads write neighbouring rows.
-    asm volatile("cp.async.wait_all;");
-    __syncthreads();
-    constexpr int PITCH = Shape::SUM_PITCH, QUADS = TILE_ROWS / 4;
-    float* const sums = reinterpret_cast<float*>(unaligned + (base - shared_address(unaligned)));  // [TOKENS, PITCH]
-#pragma unroll
-    for (int i = 0; i < HIGH; i++)
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-#pragma unroll
-            for (int b = 0; b < TILE_ROWS / 32; b++) {
-                const int token = (warp / 4 * HIGH + i) * 64 + warp % 4 * 16 + 8 * h + lane / 4;
-                float4* to = reinterpret_cast<float4*>(sums + token * PITCH + b * 32 + lane % 4 * 8);
-                const float* from = sum[i] + b * 16 + h * 2;
-                to[0] = make_float4(from[0], from[1], from[4], from[5]);
-                to[1] = make_float4(from[8], from[9], from[12], from[13]);
-            }
-    const auto meet = [] { __cluster_barrier_arrive(), __cluster_barrier_wait(); };
-    if (splits > 1) meet();
-    else __syncthreads();
-    const int each = TOKENS * QUADS / splits;
-#pragma unroll 2
-    for (int unit = rank * each + threadIdx.x; unit < (rank + 1) * each; unit += THREADS) {
-        const int token = unit / QUADS, at = unit % QUADS * 4;
-        if (first_token + token >= all.num_tokens || first_row + at >= p.rows) continue;
-        float4* const own = reinterpret_cast<float4*>(sums + token * PITCH + at);
-        float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (splits == 1) total = *own;
-        else {
-            float4 parts[CLUSTER];
-#pragma unroll
-            for (int s = 0; s < CLUSTER; s++)
-                if (s < splits) parts[s] = *static_cast<float4*>(__cluster_map_shared_rank(own, s));
-#pragma unroll
-            for (int s = 0; s < CLUSTER; s++)
-                if (s < splits) total.x += parts[s].x, total.y += parts[s].y, total.z += parts[s].z, total.w += parts[s].w;
-        }
-        float v[4] = {total.x + bias[at], total.y + bias[at + 1], total.z + bias[at + 2], total.w + bias[at + 3]};
-        store<4>(p, first_token + token, first_row + at, v);
-    }
-    if (splits > 1) meet();  // the others' shared memory stays until all have read it
-#endif
-}
-
 __global__ void relu_square(__half* hidden, int eights) {
     release_next();
     wait_for_previous();
@@ -452,27 +313,6 @@ int start_stream(const Products& all, int overlap, void* stream) {
     return all.num_tokens <= 8 ? start_ring<1, 4>(all, overlap, stream) : start_ring<2, 4>(all, overlap, stream);
 }
 
-template <int GROUPS, int HIGH, int TILE_ROWS, int STAGES>
-int start_many(const Products& all, int splits, int overlap, void* stream) {
-    using Shape = Many<GROUPS, HIGH, TILE_ROWS, STAGES>;
-    auto kernel = many_tokens<GROUPS, HIGH, TILE_ROWS, STAGES>;
-    static const cudaError_t prepared =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::BYTES);
-    if (prepared) return prepared;
-    const dim3 grid(all.tiles * splits, (all.num_tokens + Shape::TOKENS - 1) / Shape::TOKENS);
-    return start(kernel, {grid, Shape::THREADS, cudaStream_t(stream), overlap, splits, Shape::BYTES}, all, splits);
-}
-
-constexpr int SMALL_DOWN = 128, SMALL_UP = 256;  // tokens up to which products with lora_down and lora_up have tiles of 64 rows
-
-// Rows of weights to a tile of the kernel that a number of tokens gets.
-int tile_rows(int num_tokens, int small) {
-    return num_tokens <= MAX_FEW || !device().hopper ? ROWS : num_tokens <= small ? 64 : 128;
-}
-
-// How many blocks share the K of a tile with lora_down.
-int lora_down_splits(int num_tokens) { return num_tokens <= 512 ? 8 : num_tokens <= 1024 ? 4 : num_tokens <= 2048 ? 2 : 1; }
-
 }  // namespace
 }  // namespace rwkv
 
@@ -491,22 +331,18 @@ RWKV_EXPORT int rwkv_gemv(const void* x, const void* weight, void* out, int prob
     return start_stream(all, overlap, stream);
 }
 
-// hidden [N, R] from mixed [6, N, C] and lora_down [R, C]. tile, splits, blocks: of `start_grouped`; without a tile, as is best
-// for few tokens.
+// hidden [N, R] from mixed [6, N, C] and lora_down [R, C]. tile, splits, blocks, height: see `GroupedCut`; without a tile, as is
+// best for few tokens.
 RWKV_EXPORT int rwkv_lora_down(const void* mixed, const void* lora_down, void* hidden, int num_tokens, int width, int rank_w,
-                               int rank_a, int rank_v, int rank_g, int tile, int splits, int blocks, int overlap,
-                               void* stream) {
+                               int rank_a, int rank_v, int rank_g, int tile, int splits, int blocks, int height,
+                               int overlap, void* stream) {
     Products all;
     all.num_tokens = num_tokens;
     add_lora_down(all, static_cast<const __half*>(mixed), static_cast<const __half*>(lora_down), static_cast<__half*>(hidden),
-                  width, {rank_w, rank_a, rank_v, rank_g}, tile ? GROUPED_ROWS : tile_rows(num_tokens, SMALL_DOWN));
-    if (tile) return start_grouped(all, tile, splits, blocks, overlap, stream);
+                  width, {rank_w, rank_a, rank_v, rank_g}, tile ? height : ROWS);
+    if (tile) return start_grouped(all, {tile, splits, blocks, height}, overlap, stream);
     if (num_tokens <= MAX_FEW) return start_stream(all, overlap, stream);
-    if (!device().hopper) return start_few<WARPS>(all, overlap, stream);
-    splits = lora_down_splits(num_tokens);
-    if (num_tokens <= 64) return start_many<1, 1, 64, 8>(all, splits, overlap, stream);
-    if (num_tokens <= SMALL_DOWN) return start_many<2, 1, 64, 4>(all, splits, overlap, stream);
-    return start_many<2, 1, 128, 3>(all, splits, overlap, stream);
+    return start_few<WARPS>(all, overlap, stream);
 }
 
 // rkv [3, N, C] and hidden [N, R] in one launch, N <= 16: mixed [6, N, C], weight [3, C, C], lora_down [R, C].
@@ -524,26 +360,24 @@ RWKV_EXPORT int rwkv_project(const void* mixed, const void* weight, const void* 
     return start_stream(all, overlap, stream);
 }
 
-// w_raw, a, v_mix, gate [N, C] from hidden [N, R]; lora_up holds [C, rank] of w, a, v, g one after another. tile, blocks: as
-// above.
+// w_raw, a, v_mix, gate [N, C] from hidden [N, R]; lora_up holds [C, rank] of w, a, v, g one after another. tile and the
+// like: as above, splits 1.
 RWKV_EXPORT int rwkv_lora_up(const void* hidden, const void* lora_up, const void* w0, const void* a0, const void* v0,
                              void* w_raw, void* a, void* v_mix, void* gate, int num_tokens, int width, int rank_w,
-                             int rank_a, int rank_v, int rank_g, int tile, int blocks, int overlap, void* stream) {
+                             int rank_a, int rank_v, int rank_g, int tile, int splits, int blocks, int height,
+                             int overlap, void* stream) {
     const int longest = max(max(rank_w, rank_a), max(rank_v, rank_g));
     const bool short_sums = num_tokens <= MAX_FEW && longest <= MAX_RANK_STEPS * STEP;
     Products all;
     all.num_tokens = num_tokens;
     add_lora_up(all, static_cast<const __half*>(hidden), static_cast<const __half*>(lora_up), {w0, a0, v0},
                 {w_raw, a, v_mix, gate}, width, {rank_w, rank_a, rank_v, rank_g},
-                tile ? GROUPED_ROWS : short_sums ? ROWS * WARPS : tile_rows(num_tokens, SMALL_UP));
-    if (tile) return start_grouped(all, tile, 1, blocks, overlap, stream);
+                tile ? height : short_sums ? ROWS * WARPS : ROWS);
+    if (tile) return start_grouped(all, {tile, splits, blocks, height}, overlap, stream);
     if (short_sums)
         return start(num_tokens <= 8 ? few_ranks<1> : few_ranks<2>,
                      {unsigned(all.tiles), WARPS * LANES, cudaStream_t(stream), overlap}, all);
-    if (num_tokens <= MAX_FEW || !device().hopper) return start_few<1>(all, overlap, stream);
-    if (num_tokens <= 64) return start_many<1, 1, 64, 4>(all, 1, overlap, stream);
-    if (num_tokens <= SMALL_UP) return start_many<2, 1, 64, 4>(all, 1, overlap, stream);
-    return start_many<2, 1, 128, 3>(all, 1, overlap, stream);
+    return start_few<1>(all, overlap, stream);
 }
 
 // In place on 8 * eights values.

@@ -1,8 +1,8 @@
 // Several products of many tokens in one launch (a grouped GEMM), each with inputs, bias, activation and output of its own, by
 // Hopper's wgmma with the weights as its 64-high operand: the LoRA pairs.
 //
-// A tile is 128 rows of weights by BN tokens. One warp keeps a ring of shared-memory stages full through the copy engine, 64
-// values of k a stage; two warpgroups multiply, 64 rows each. Thread blocks go from tile to tile, and where two share a
+// A tile is 64 or 128 rows of weights by BN tokens. One warp keeps a ring of shared-memory stages full through the copy engine, 64
+// values of k a stage; a warpgroup for every 64 rows multiplies. Thread blocks go from tile to tile, and where two share a
 // multiprocessor, one multiplies while the other writes: short sums (those with lora_up) take no longer than their results do.
 // Where there are too few tiles for the device, a cluster of `splits` thread blocks shares each: every block sums a part of k,
 // sends its sums to the blocks that finish them, and finishes those of its part of the tokens, adding in the order of k. A token's
@@ -17,19 +17,16 @@
 namespace rwkv {
 namespace {
 
-constexpr int BM = GROUPED_ROWS;
 constexpr int BK = 64;  // k of a stage: 128 bytes, the width of a swizzled row
-constexpr int CONSUMERS = BM * 2, THREADS = CONSUMERS + LANES;
-constexpr int MAX_STAGES = 8, MAX_SPLITS = 8, MAX_BLOCKS = 3;
+constexpr int MAX_STAGES = 8, MAX_SPLITS = 8, MAX_BLOCKS = 4;
 constexpr int MAX_GROUPED = 4;  // products
 constexpr int BAND = 4;         // tiles of tokens that are worked on together, the longest sums first
 constexpr int MULTIPROCESSOR_BYTES = 228 << 10;
 constexpr int OTHER_BYTES = 2 << 10;  // of a thread block: barriers, and what the device keeps for itself
 
-// Results on their way out, of one warpgroup: rows of 64 fp16 or 64 fp32, whose beginnings lie in different banks.
-constexpr int HALF_TOKENS = 32, HALF_PITCH = 64 + 8, FLOAT_TOKENS = 16, FLOAT_PITCH = 64 + 4;
-constexpr int SPACE = std::max(HALF_TOKENS * HALF_PITCH * 2, FLOAT_TOKENS * FLOAT_PITCH * 4);
-constexpr int SUM_PITCH = BM + 4;  // fp32 row of partial sums
+// fp16 results on their way out, of one warpgroup: rows of 64, whose beginnings lie in different banks.
+constexpr int HALF_TOKENS = 32, HALF_PITCH = 64 + 8, SPACE = HALF_TOKENS * HALF_PITCH * 2;
+__host__ __device__ constexpr int sum_pitch(int bm) { return bm + 4; }  // fp32 row of partial sums
 
 struct Grouped {
     CUtensorMap weight[MAX_GROUPED], x[MAX_GROUPED];
@@ -37,7 +34,9 @@ struct Grouped {
     int token_tiles, splits, stages;
 };
 
-__host__ __device__ constexpr int stage_bytes(int bn) { return (BM + bn) * BK * 2; }
+__host__ __device__ constexpr int consumers(int bm) { return bm * 2; }  // threads that multiply
+__host__ __device__ constexpr int threads(int bm) { return consumers(bm) + LANES; }
+__host__ __device__ constexpr int stage_bytes(int bm, int bn) { return (bm + bn) * BK * 2; }
 // The tokens that each block of a cluster finishes.
 __host__ __device__ constexpr int portion(int tokens, int splits) { return (tokens + splits - 1) / splits; }
 
@@ -51,11 +50,11 @@ struct Work {
 struct Tile {
     int item, row, token;  // product, first row of its weights, first token
     int k0, steps;         // stages of k
-    __device__ Tile(int tile, const Grouped& g, const Work& work, int bn) {
+    __device__ Tile(int tile, const Grouped& g, const Work& work, int bm, int bn) {
         const int band = tile / (BAND * g.all.tiles) * BAND, breadth = min(BAND, g.token_tiles - band);
         const int within = tile % (BAND * g.all.tiles), rows = within / breadth;
         item = g.all.of(rows);
-        row = (rows - g.all.first_tile[item]) * BM;
+        row = (rows - g.all.first_tile[item]) * bm;
         token = (band + within % breadth) * bn;
         const int all_steps = (g.all.item[item].width + BK - 1) / BK;
         k0 = work.part * all_steps / work.splits;
@@ -77,20 +76,21 @@ struct Ring {
 };
 
 // The loading warp, of which one thread works.
-template <int BN>
+template <int BM, int BN>
 __device__ __forceinline__ void load(const Grouped& g, const Work& work, char* stages, Barriers& barriers) {
     const uint64_t weight_policy = g.token_tiles == 1 ? READ_ONCE : READ_AGAIN;
     auto load_weight = [&](int stage, const Tile& tile, int i) {
-        expect_bytes(&barriers.full[stage], stage_bytes(BN));
-        copy_box(stages + stage * stage_bytes(BN), g.weight[tile.item], &barriers.full[stage], weight_policy,
+        expect_bytes(&barriers.full[stage], stage_bytes(BM, BN));
+        copy_box(stages + stage * stage_bytes(BM, BN), g.weight[tile.item], &barriers.full[stage], weight_policy,
                  (tile.k0 + i) * BK, tile.row, 0);
     };
     auto load_x = [&](int stage, const Tile& tile, int i) {
-        copy_box(stages + stage * stage_bytes(BN) + BM * BK * 2, g.x[tile.item], &barriers.full[stage], READ_AGAIN,
+        copy_box(stages + stage * stage_bytes(BM, BN) + BM * BK * 2, g.x[tile.item], &barriers.full[stage], READ_AGAIN,
                  (tile.k0 + i) * BK, tile.token, 0);
     };
     const bool leads = threadIdx.x % LANES == 0;
-    const Tile tile(work.first, g, work, BN);
+    const Tile tile(work.first, g, work, BM, BN);
+    if (leads) prefetch_map(g.weight[tile.item]), prefetch_map(g.x[tile.item]);
     const int early = min(g.stages, tile.steps);
 #pragma unroll 1
     for (int i = 0; leads && i < early; i++) load_weight(i, tile, i);
@@ -106,7 +106,7 @@ __device__ __forceinline__ void load(const Grouped& g, const Work& work, char* s
 
     Ring ring{early % g.stages, early / g.stages};
     for (int t = work.first; t < work.tiles; t += work.stride) {
-        const Tile tile(t, g, work, BN);
+        const Tile tile(t, g, work, BM, BN);
 #pragma unroll 1
         for (int i = t == work.first ? early : 0; i < tile.steps; i++) {
             wait(&barriers.empty[ring.stage], ring.parity ^ 1);
@@ -119,7 +119,7 @@ __device__ __forceinline__ void load(const Grouped& g, const Work& work, char* s
 }
 
 // One warpgroup's sums of a tile, over this thread block's part of k.
-template <int BN>
+template <int BM, int BN>
 __device__ __forceinline__ void accumulate(
     float (&sums)[BN / 2], int steps, int num_stages, const char* stages, Barriers& barriers, Ring& ring
 ) {
@@ -131,7 +131,7 @@ __device__ __forceinline__ void accumulate(
 #pragma unroll 1
     for (int i = 0; i < steps; i++) {
         wait(&barriers.full[ring.stage], ring.parity);
-        const char* const stage = stages + ring.stage * stage_bytes(BN);
+        const char* const stage = stages + ring.stage * stage_bytes(BM, BN);
         const uint64_t a = describe(stage + group * 64 * BK * 2), b = describe(stage + BM * BK * 2);
         wgmma_fence();
 #pragma unroll
@@ -149,7 +149,9 @@ __device__ __forceinline__ void accumulate(
 // A lane's sums are [row, token] fragments: sums[4 j + i] is that of token 8 j + lane % 4 * 2 + i % 2 and of row
 // warp * 16 + lane / 4 + i / 2 * 8 of the warpgroup.
 
-// Write one warpgroup's sums through shared memory: as fp16, 16 bytes a thread.
+__device__ __noinline__ float tanh_of(float v) { return tanhf(v); }  // long: not to be repeated for every sum
+
+// Write one warpgroup's sums as fp16 through shared memory, 16 bytes a thread.
 template <int BN>
 __device__ __forceinline__ void store_halves(
     float (&sums)[BN / 2], const Product& p, const Tile& tile, int num_tokens, float2 bias, char* space
@@ -162,6 +164,9 @@ __device__ __forceinline__ void store_halves(
     if (p.activation == SIGMOID)
 #pragma unroll
         for (int i = 0; i < BN / 2; i++) sums[i] = activate(SIGMOID, sums[i]);
+    if (p.activation == TANH)
+#pragma unroll
+        for (int i = 0; i < BN / 2; i++) sums[i] = tanh_of(sums[i]);
     auto pack = [](float a, float b) {
         const __half2 pair = __floats2half2_rn(a, b);
         return reinterpret_cast<const uint32_t&>(pair);
@@ -187,43 +192,33 @@ __device__ __forceinline__ void store_halves(
     }
 }
 
-// The same as fp32, for any product.
+// The same as fp32, right from the registers: the lanes that have a token's sums have eight neighbouring rows, a sector of memory.
 template <int BN>
 __device__ __forceinline__ void store_floats(
-    const float (&sums)[BN / 2], const Product& p, const Tile& tile, int num_tokens, float2 bias, char* space
+    const float (&sums)[BN / 2], const Product& p, const Tile& tile, int num_tokens, float2 bias
 ) {
-    const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / LANES, lane = threadIdx.x % LANES;
-    const int row = tile.row + group * 64 + thread % 16 * 4;
-    float* const staged = reinterpret_cast<float*>(space + group * SPACE);
+    const int lane = threadIdx.x % LANES, row = tile.row + threadIdx.x / LANES * 16 + lane / 4;
+    if (row >= p.rows) return;  // the rows are multiples of 32
+    float* const out = static_cast<float*>(p.out) + row;
 #pragma unroll
-    for (int n0 = 0; n0 < BN; n0 += FLOAT_TOKENS) {
-        if (tile.token + n0 >= num_tokens) break;
-        sync_threads(1 + group, 128);
+    for (int j = 0; j < BN / 8; j++)
 #pragma unroll
-        for (int j = 0; j < FLOAT_TOKENS; j += 8) {
-            const float* s = sums + (n0 + j) / 2;
-            float* to = staged + (j + lane % 4 * 2) * FLOAT_PITCH + warp * 16 + lane / 4;
-            to[0] = s[0] + bias.x, to[FLOAT_PITCH] = s[1] + bias.x;
-            to[8] = s[2] + bias.y, to[FLOAT_PITCH + 8] = s[3] + bias.y;
+        for (int i = 0; i < 2; i++) {
+            const int token = tile.token + 8 * j + lane % 4 * 2 + i;
+            if (token >= num_tokens) continue;
+            float* const to = out + int64_t(token) * p.out_stride;
+            to[0] = sums[4 * j + i] + bias.x, to[8] = sums[4 * j + 2 + i] + bias.y;
         }
-        sync_threads(1 + group, 128);
-#pragma unroll 1
-        for (int n = thread / 16; n < FLOAT_TOKENS; n += 8) {
-            const int token = tile.token + n0 + n;
-            const float4 sum = *reinterpret_cast<const float4*>(staged + n * FLOAT_PITCH + thread % 16 * 4);
-            float v[4] = {sum.x, sum.y, sum.z, sum.w};
-            if (token < num_tokens && row < p.rows) store<4>(p, token, row, v);
-        }
-    }
 }
 
 // Add the sums of the blocks that split k, in its order, and write them: each block a part of the tokens. The sums take the
 // place of the stages, behind them those that the others send. There is no bias.
-template <int BN>
+template <int BM, int BN>
 __device__ __forceinline__ void store_split(
     const float (&sums)[BN / 2], const Product& p, const Tile& tile, int num_tokens, const Work& work, char* stages,
     Barriers& barriers
 ) {
+    constexpr int CONSUMERS = consumers(BM), SUM_PITCH = sum_pitch(BM);
     const int splits = work.splits, part = work.part;
     const int thread = threadIdx.x;
     float *const own = reinterpret_cast<float*>(stages), *const others = own + BN * SUM_PITCH;
@@ -261,10 +256,11 @@ __device__ __forceinline__ void store_split(
 #endif
 
 // SPLIT: clusters share tiles, and each has one.
-template <int BN, bool SPLIT>
-__global__ void __launch_bounds__(THREADS, BN <= 64 ? 3 : BN == 128 && !SPLIT ? 2 : 1)
+template <int BM, int BN, bool SPLIT>
+__global__ void __launch_bounds__(threads(BM), BM * BN <= 64 * 64 ? 4 : BN <= 64 ? 3 : BN == 128 && !SPLIT ? 2 : 1)
     grouped(const __grid_constant__ Grouped g) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int CONSUMERS = consumers(BM);
     extern __shared__ char memory[];
     __shared__ Barriers barriers;
     char* const stages = memory + (1024 - shared_address(memory) % 1024) % 1024;
@@ -275,7 +271,7 @@ __global__ void __launch_bounds__(THREADS, BN <= 64 ? 3 : BN == 128 && !SPLIT ? 
         if (lane == 0) init_barrier(&barriers.gathered, 1);
         publish_barriers();
         __syncwarp();
-        load<BN>(g, work, stages, barriers);
+        load<BM, BN>(g, work, stages, barriers);
         if (SPLIT) {
             __syncwarp();
             cluster_arrive_release();
@@ -285,17 +281,17 @@ __global__ void __launch_bounds__(THREADS, BN <= 64 ? 3 : BN == 128 && !SPLIT ? 
         __syncthreads();
         Ring ring;
         for (int t = work.first; t < work.tiles; t += work.stride) {
-            const Tile tile(t, g, work, BN);
+            const Tile tile(t, g, work, BM, BN);
             const Product& p = g.all.item[tile.item];
             const int row = tile.row + threadIdx.x / LANES * 16 + lane / 4;
             const float2 bias = {bias_of(p, row), bias_of(p, row + 8)};
             float sums[BN / 2];
-            accumulate<BN>(sums, tile.steps, g.stages, stages, barriers, ring);
-            char* const space = stages + g.stages * stage_bytes(BN);
+            accumulate<BM, BN>(sums, tile.steps, g.stages, stages, barriers, ring);
+            char* const space = stages + g.stages * stage_bytes(BM, BN);
             if (SPLIT)
-                store_split<BN>(sums, p, tile, g.all.num_tokens, work, stages, barriers);
-            else if (p.wide || p.activation == TANH)
-                store_floats<BN>(sums, p, tile, g.all.num_tokens, bias, space);
+                store_split<BM, BN>(sums, p, tile, g.all.num_tokens, work, stages, barriers);
+            else if (p.wide)
+                store_floats<BN>(sums, p, tile, g.all.num_tokens, bias);
             else
                 store_halves<BN>(sums, p, tile, g.all.num_tokens, bias, space);
         }
@@ -326,46 +322,58 @@ int processors() {
     return known;
 }
 
-template <int BN, bool SPLIT>
-int start_tiles(Grouped& g, int blocks, int overlap, void* stream) {
-    auto kernel = grouped<BN, SPLIT>;
+template <int BM, int BN, bool SPLIT>
+int start_tiles(Grouped& g, const GroupedCut& cut, int overlap, void* stream) {
+    auto kernel = grouped<BM, BN, SPLIT>;
     constexpr int ROOM = MULTIPROCESSOR_BYTES - OTHER_BYTES;
     static const cudaError_t prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ROOM);
     if (prepared) return prepared;
-    const int room = MULTIPROCESSOR_BYTES / blocks - OTHER_BYTES - 1024, space = SPLIT ? 0 : 2 * SPACE;
-    g.stages = std::min((room - space) / stage_bytes(BN), MAX_STAGES);
-    const int gathered = SPLIT ? (BN + g.splits * portion(BN, g.splits)) * SUM_PITCH * 4 : 0;
+    const int room = MULTIPROCESSOR_BYTES / cut.blocks - OTHER_BYTES - 1024, space = SPLIT ? 0 : BM / 64 * SPACE;
+    int longest = 2;
+    for (int i = 0; i < g.all.count; i++) longest = std::max(longest, (g.all.item[i].width + BK * g.splits - 1) / (BK * g.splits));
+    g.stages = std::min({(room - space) / stage_bytes(BM, BN), MAX_STAGES, longest});
+    const int gathered = SPLIT ? (BN + g.splits * portion(BN, g.splits)) * sum_pitch(BM) * 4 : 0;
     if (g.stages < 2 || gathered > ROOM - 1024) return cudaErrorInvalidValue;
-    const int tiles = g.all.tiles * g.token_tiles, grid = SPLIT ? tiles * g.splits : std::min(tiles, blocks * processors());
-    const int bytes = 1024 + std::max(g.stages * stage_bytes(BN) + space, gathered);
-    return start(kernel, {unsigned(grid), THREADS, cudaStream_t(stream), overlap, g.splits, bytes}, g);
+    const int tiles = g.all.tiles * g.token_tiles, grid = SPLIT ? tiles * g.splits : std::min(tiles, cut.blocks * processors());
+    const int bytes = 1024 + std::max(g.stages * stage_bytes(BM, BN) + space, gathered);
+    return start(kernel, {unsigned(grid), unsigned(threads(BM)), cudaStream_t(stream), overlap, g.splits, bytes}, g);
 }
 
 }  // namespace
 
-int start_grouped(const Products& all, int tile, int splits, int blocks, int overlap, void* stream) {
-    if (all.count > MAX_GROUPED || tile < 1 || tile > 256 || blocks < 1 || blocks > MAX_BLOCKS) return cudaErrorInvalidValue;
-    if (splits < 1 || splits > MAX_SPLITS) return cudaErrorInvalidValue;
+int start_grouped(const Products& all, const GroupedCut& cut, int overlap, void* stream) {
+    if (all.count > MAX_GROUPED || cut.tile < 1 || cut.tile > 256 || cut.blocks < 1 || cut.blocks > MAX_BLOCKS)
+        return cudaErrorInvalidValue;
+    if (cut.splits < 1 || cut.splits > MAX_SPLITS) return cudaErrorInvalidValue;
     Grouped g;
     g.all = all;
-    g.token_tiles = (all.num_tokens + tile - 1) / tile, g.splits = splits;
+    g.token_tiles = (all.num_tokens + cut.tile - 1) / cut.tile, g.splits = cut.splits;
     for (int i = 0; i < all.count; i++) {
         const Product& p = all.item[i];
-        if (p.rows % 32 || p.out_stride % 8 || splits > 1 && (p.width < splits * BK || p.bias)) return cudaErrorInvalidValue;
-        int error = describe_rows(&g.weight[i], p.weight, p.width, p.rows, p.width, BM);
-        if (!error) error = describe_rows(&g.x[i], p.x, p.width, all.num_tokens, p.x_stride, tile);
+        if (p.rows % 32 || p.out_stride % 8 || cut.splits > 1 && (p.width < cut.splits * BK || p.bias))
+            return cudaErrorInvalidValue;
+        int error = describe_rows(&g.weight[i], p.weight, p.width, p.rows, p.width, cut.height);
+        if (!error) error = describe_rows(&g.x[i], p.x, p.width, all.num_tokens, p.x_stride, cut.tile);
         if (error) return error;
     }
-    switch (splits > 1 ? -tile : tile) {
-        case 32: return start_tiles<32, false>(g, blocks, overlap, stream);
-        case 64: return start_tiles<64, false>(g, blocks, overlap, stream);
-        case 128: return start_tiles<128, false>(g, blocks, overlap, stream);
-        case 160: return start_tiles<160, false>(g, blocks, overlap, stream);
-        case 256: return start_tiles<256, false>(g, blocks, overlap, stream);
-        case -32: return start_tiles<32, true>(g, blocks, overlap, stream);
-        case -64: return start_tiles<64, true>(g, blocks, overlap, stream);
-        case -128: return start_tiles<128, true>(g, blocks, overlap, stream);
-        case -160: return start_tiles<160, true>(g, blocks, overlap, stream);
+    const int split = cut.splits > 1 ? -1 : 1;
+    if (cut.height == 64) switch (split * cut.tile) {
+        case 32: return start_tiles<64, 32, false>(g, cut, overlap, stream);
+        case 64: return start_tiles<64, 64, false>(g, cut, overlap, stream);
+        case 128: return start_tiles<64, 128, false>(g, cut, overlap, stream);
+        case -32: return start_tiles<64, 32, true>(g, cut, overlap, stream);
+        case -64: return start_tiles<64, 64, true>(g, cut, overlap, stream);
+    }
+    if (cut.height == 128) switch (split * cut.tile) {
+        case 32: return start_tiles<128, 32, false>(g, cut, overlap, stream);
+        case 64: return start_tiles<128, 64, false>(g, cut, overlap, stream);
+        case 128: return start_tiles<128, 128, false>(g, cut, overlap, stream);
+        case 160: return start_tiles<128, 160, false>(g, cut, overlap, stream);
+        case 256: return start_tiles<128, 256, false>(g, cut, overlap, stream);
+        case -32: return start_tiles<128, 32, true>(g, cut, overlap, stream);
+        case -64: return start_tiles<128, 64, true>(g, cut, overlap, stream);
+        case -128: return start_tiles<128, 128, true>(g, cut, overlap, stream);
+        case -160: return start_tiles<128, 160, true>(g, cut, overlap, stream);
     }
     return cudaErrorInvalidValue;
 }

@@ -171,11 +171,16 @@ inline void add_lora_up(Products& all, const __half* hidden, const __half* lora_
     }
 }
 
-constexpr int GROUPED_ROWS = 128;  // of weights, to a tile of cuda/grouped.cu
+// How a grouped product (grouped.cu) is cut up.
+//   tile    tokens of a tile: 32, 64, 128, 160 or 256; where `height` is 64, up to 128
+//   splits  thread blocks that share its K, up to 8; 1 where the tile is 256, or 64 x 128
+//   blocks  for which a multiprocessor shall have room, up to 4
+//   height  rows of weights of a tile: 64 or 128
+struct GroupedCut {
+    int tile, splits, blocks, height;
+};
 
-// The products of `all`, added with tiles of GROUPED_ROWS rows, on a Hopper device; see cuda/grouped.cu.
-// tile: tokens of a tile, 32, 64, 128, 160 or 256; splits: thread blocks that share its K, up to 8, and 1 where it is 256;
-// blocks: for which a multiprocessor shall have room, up to 3. Returns a CUDA error number.
-int start_grouped(const Products& all, int tile, int splits, int blocks, int overlap, void* stream);
+// The products of `all`, added with tiles of `height` rows, on a Hopper device; see grouped.cu. Returns a CUDA error number.
+int start_grouped(const Products& all, const GroupedCut& cut, int overlap, void* stream);
 
 }  // namespace rwkv

@@ -2,9 +2,8 @@
 
 N tokens, width C, feed-forward width F; operands and results are fp16 unless said otherwise, sums are fp32. A token's result
 depends neither on the other tokens nor on its place among them. Up to 16 tokens it does not depend on N either, and in
-`sparse_ffn` never. Beyond, lora_up has two orders of sums, below and from GROUPED_UP tokens on; that of lora_down
-changes with the number of thread blocks that share one: 8 below GROUPED_DOWN tokens, then 8, 4, 2 or 1, see
-`lora_down_config`.
+`sparse_ffn` never. Beyond, lora_up has one other order of sums; that of lora_down changes with the number of thread blocks that
+share one, see `lora_down_config`.
 """
 
 import functools
@@ -25,28 +24,31 @@ MAX_MASKED = 16  # tokens of `masked_ffn`
 MASK_UNITS = 32  # units to a word of the active mask
 RANK_UNIT = 32  # the kernels' ranks are multiples of this
 PLANES = 6  # of `mixed`: r, k, v, w, a, g
-GROUPED_DOWN = 128  # tokens from which lora_down is a grouped product (cuda/linear/grouped.cu), on Hopper GPUs
-GROUPED_UP = 128  # the same of lora_up
-GROUPED_ROWS = 128  # rows of weights of a tile
+GROUPED_ROWS = 128  # rows of weights of a tile of grouped products (cuda/linear/grouped.cu), or half as many
+FEW_GROUPED, MANY_GROUPED = 64, 128  # tokens up to which lora_up, and from which lora_down, is cut up by other rules
 GROUPED_K = 64  # values of k that are loaded at a time
 SPLIT_US = 3.0  # that thread blocks which share a tile take to add their sums
 RESERVED_CONFIGS = 2  # to be timed
 
 
 class GroupedConfig(NamedTuple):
-    """How a grouped product is cut up: see `start_grouped` in cuda/linear/products.cuh. No tile: not grouped.
+    """How a grouped product is cut up: see `GroupedCut` in cuda/linear/products.cuh. No tile: not grouped.
 
-    tile    tokens of a tile: 32, 64, 128, 160 or 256
+    tile    tokens of a tile: 32, 64, 128, 160 or 256; where `height` is 64, up to 128
     splits  thread blocks that share a tile's K and add their sums in a fixed order, 1 to 8; of lora_down
     blocks  thread blocks to a multiprocessor
+    height  rows of weights of a tile: 64 or 128
     """
 
     tile: int = 0
     splits: int = 1
     blocks: int = 1
+    height: int = GROUPED_ROWS
 
 
 SMALL_LORA_UP = GroupedConfig(64, 1, 3)  # small parts, also for where a kernel beside it leaves little room before its end
+# The same of few tokens: the first with which no multiprocessor gets more than one tile.
+FEW_LORA_UP = (GroupedConfig(32, height=64), GroupedConfig(64, height=64), GroupedConfig(32), GroupedConfig(64))
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,8 @@ class Linear:
         self.hopper = launcher.hopper
         self._gemv = launcher.bind("rwkv_gemv", *[POINTER] * 3, *[INT] * 6)
         self._project = launcher.bind("rwkv_project", *[POINTER] * 5, *[INT] * 7)
-        self._lora_down = launcher.bind("rwkv_lora_down", *[POINTER] * 3, *[INT] * 10)
-        self._lora_up = launcher.bind("rwkv_lora_up", *[POINTER] * 9, *[INT] * 9)
+        self._lora_down = launcher.bind("rwkv_lora_down", *[POINTER] * 3, *[INT] * 11)
+        self._lora_up = launcher.bind("rwkv_lora_up", *[POINTER] * 9, *[INT] * 11)
         self._sparse_ffn = launcher.bind("rwkv_sparse_ffn", *[POINTER] * 3, *[INT] * 4)
         self._masked_ffn = launcher.bind("rwkv_masked_ffn", *[POINTER] * 4, *[INT] * 4)
         self._build_active_mask = launcher.bind("rwkv_build_active_mask", *[POINTER] * 2, *[INT] * 3)
@@ -166,7 +168,7 @@ class Linear:
         n, c = mixed.shape[1], lora.width
         self._check("mixed", mixed, (PLANES, n, c))
         self._check("hidden", hidden, (n, lora.rank))
-        grouped = self.hopper and n >= GROUPED_DOWN
+        grouped = self.hopper and n > MAX_GEMV
         config = config or (lora_down_config(n, c, lora.ranks, self.num_sms) if grouped else GroupedConfig())
         pointers = (mixed.data_ptr(), lora.down.data_ptr(), hidden.data_ptr())
         self.launcher.launch(self._lora_down, *pointers, n, c, *lora.ranks, *config, self.pdl)
@@ -180,6 +182,7 @@ class Linear:
         v_mix: Tensor | None,
         g: Tensor,
         *,
+        beside: bool = False,
         config: GroupedConfig | None = None,
     ) -> None:
         """From hidden [N, R], all [N, C]: the pairs' second halves.
@@ -188,6 +191,7 @@ class Linear:
         a       sigmoid(a0 + h_a a2)
         v_mix   sigmoid(v0 + h_v v2), not written in layer 0
         g       h_g g2
+        beside  while another kernel has the multiprocessors, or some of them
         config  instead of that for N tokens
         """
         n, c = hidden.shape[0], lora.outputs
@@ -200,9 +204,10 @@ class Linear:
             self._check("v_mix", v_mix, (n, c))
         inputs = (hidden.data_ptr(), lora.up.data_ptr(), lora.w0.data_ptr(), lora.a0.data_ptr(), pointer(lora.v0))
         outputs = (w_raw.data_ptr(), a.data_ptr(), pointer(v_mix), g.data_ptr())
-        grouped = self.hopper and n >= GROUPED_UP
-        config = config or (lora_up_config(n, c, lora.ranks, self.num_sms) if grouped else GroupedConfig())
-        self.launcher.launch(self._lora_up, *inputs, *outputs, n, c, *lora.ranks, config.tile, config.blocks, self.pdl)
+        grouped = self.hopper and n > MAX_GEMV
+        if config is None:
+            config = lora_up_config(n, c, lora.ranks, self.num_sms, beside=beside) if grouped else GroupedConfig()
+        self.launcher.launch(self._lora_up, *inputs, *outputs, n, c, *lora.ranks, *config, self.pdl)
 
     def sparse_ffn(self, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
         """out [N, C] = hidden [N, F] weight [F, C], each token reading the rows of units that are on in it.
@@ -270,6 +275,9 @@ def _require(condition: bool, message: str) -> None:
 def lora_down_config(N: int, C: int, ranks: tuple[int, ...], num_sms: int) -> GroupedConfig:
     """Return how lora_down is cut up: as many thread blocks share a tile as the GPU holds for all tiles at once."""
     rows, steps = sum(math.ceil(rank / GROUPED_ROWS) for rank in ranks), C // GROUPED_K
+    if N < MANY_GROUPED:
+        splits = next(splits for splits in (8, 4, 2, 1) if splits <= max(1, steps // 2))
+        return GroupedConfig(32 if N <= 32 else 64, splits, height=GROUPED_ROWS // 2)
     at_once = num_sms // 16 * 16  # clusters lie within some 16 multiprocessors
     for splits in (8, 4, 2):
         for tile in (64, 128, 160):
@@ -279,10 +287,19 @@ def lora_down_config(N: int, C: int, ranks: tuple[int, ...], num_sms: int) -> Gr
     return min(whole, key=lambda config: _rounds(config, rows, N, num_sms) * _step(config.tile))
 
 
-def lora_up_config(N: int, C: int, ranks: tuple[int, ...], num_sms: int) -> GroupedConfig:
-    """Return how lora_up is cut up: where there are enough large tiles, two thread blocks write and multiply in turn."""
-    tiles = math.ceil(C / GROUPED_ROWS) * math.ceil(N / 128) * sum(rank > 0 for rank in ranks)
-    return GroupedConfig(128, 1, 2) if tiles > 1.5 * num_sms else SMALL_LORA_UP
+def lora_up_config(N: int, C: int, ranks: tuple[int, ...], num_sms: int, *, beside: bool = False) -> GroupedConfig:
+    """Return how lora_up is cut up: where there are enough large tiles, two thread blocks write and multiply in turn.
+
+    beside  while another kernel has the multiprocessors, or some of them
+    """
+    pairs = sum(rank > 0 for rank in ranks)
+    if N <= FEW_GROUPED:
+        tile = 32 if N <= 32 else 64
+        few = [config for config in FEW_LORA_UP if config.tile <= tile and not beside]
+        fits = (config for config in few if math.ceil(C / config.height) * math.ceil(N / config.tile) * pairs <= num_sms)
+        return next(fits, GroupedConfig(tile, 1, 2))
+    tiles = math.ceil(C / GROUPED_ROWS) * math.ceil(N / 128) * pairs
+    return GroupedConfig(128, 1, 2) if tiles > 1.5 * num_sms and not beside else SMALL_LORA_UP
 
 
 def reserved_configs(N: int, C: int, ranks: tuple[int, ...], num_sms: int) -> list[GroupedConfig]:

@@ -23,8 +23,6 @@ from rwkv_batch.kernels.linear import (
     MASK_UNITS,
     MAX_GEMV,
     MAX_SPARSE,
-    SMALL_LORA_UP,
-    GroupedConfig,
     Linear,
     Lora,
     reserved_configs,
@@ -257,18 +255,17 @@ class KernelOps:
 
     def _rkv_beside_lora(self, mixed: Tensor, layer: LayerKernels, variant: Variant, hidden: Tensor) -> None:
         """On two streams: neither fills the GPU to its end, and they share no memory."""
-        reserved = variant.lora is LoraPlacement.RESERVED
         main = torch.cuda.current_stream(self.launcher.device)
         self._side.wait_stream(main)
         self.launcher.stream = self._side.cuda_stream
         self.linear.lora_down(mixed, layer.lora, hidden, config=variant.lora_config)
-        self._lora_up(hidden, layer.lora, SMALL_LORA_UP if reserved else None)
+        self._lora_up(hidden, layer.lora, beside=variant.lora is LoraPlacement.RESERVED)
         self.launcher.stream = main.cuda_stream
         self._multiply(variant, mixed[:3], layer.rkv, self._now.rkv)
         main.wait_stream(self._side)
 
-    def _lora_up(self, hidden: Tensor, lora: Lora, config: GroupedConfig | None = None) -> None:
-        self.linear.lora_up(hidden, lora, *self._gates(lora), config=config)
+    def _lora_up(self, hidden: Tensor, lora: Lora, *, beside: bool = False) -> None:
+        self.linear.lora_up(hidden, lora, *self._gates(lora), beside=beside)
 
     def _gates(self, lora: Lora) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         b = self._now

@@ -42,7 +42,7 @@ class TorchLinear:
         hidden[:, g:end].sigmoid_()
 
     def lora_up(
-        self, hidden: Tensor, lora: Lora, w_raw: Tensor, a: Tensor, v_mix: Tensor | None, g: Tensor, *, config: None = None
+        self, hidden: Tensor, lora: Lora, w_raw: Tensor, a: Tensor, v_mix: Tensor | None, g: Tensor, *, beside: bool = False
     ) -> None:
         """From hidden [N, R], all [N, C]: w_raw fp32, a, v_mix but in layer 0, and g; see `Linear.lora_up`."""
         n = hidden.shape[0]
