@@ -228,3 +228,15 @@ def test_project(gemm, width, ranks):
                 gemm.project(x[:, n // 2 : n // 2 + 1].contiguous(), matrix, pairs, *alone, config)
                 assert torch.equal(alone[0][:, 0], outs[0][:, n // 2])
                 assert torch.equal(alone[1][0], outs[1][n // 2])
+
+
+@pytest.mark.parametrize(("M", "K"), [(768, 768), (768, 3072), (2048, 2048), (4096, 1024)])
+def test_every_config_that_is_offered(gemm, M, K):
+    torch.manual_seed(4)
+    weight = random(M, K)
+    matrix = gemm.prepare(weight)
+    for n in (1, 16, 17, 33, 64):
+        x = random(n, K, scale=K**-0.5)
+        reference = x.double() @ weight.T.double()
+        for config in gemm.tile_configs(n, matrix):
+            assert relative_error(multiply(gemm, x, matrix, config=config), reference) < 4e-4, (n, config)

@@ -310,6 +310,7 @@ __device__ __forceinline__ void multiply_tiles(
         if (lane == 0) init_barrier(&barriers.shown, 1), init_barrier(&barriers.seen, p.split);
         publish_barriers();
         __syncwarp();
+        if (lane == 0) prefetch_map(x_map);  // whose first use comes late
     }
     if (clustered) cluster_arrive_relaxed();
     if (threadIdx.x < CONSUMERS) {

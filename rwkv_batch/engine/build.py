@@ -427,6 +427,7 @@ def build_engine(
             ops,
             lambda num_rows: model.forward(None, CapturedRows.decode(slots[:num_rows]), state),
             prefill_step=prefills and prefills.step_of_one_row,
+            decode_rows=num_slots,
         )
         tuner.tune(sorted({*sizes, *([*prefills.sizes, *ops.many_tokens] if prefills else ())}))
     bank, adapted = bank_for(config, weights, num_slots, only_adding=True), None

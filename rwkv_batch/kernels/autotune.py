@@ -20,13 +20,15 @@ from rwkv_batch.kernels.variants import MASKED, PRODUCTS, Product, Variant
 log = logging.getLogger("rwkv_batch.engine")
 
 TIMED_BYTES = 256 * 2**20  # of weights that a timing reads, more than stay in the L2 cache
-IN_PLACE_ROWS = 64  # up to which variants that are nearly as fast alone are compared in whole steps: kernels overlap there
+IN_PLACE_ROWS = 64  # that any decode step can have, and up to which kernels overlap most
 FEW_ROWS = 16  # up to which a variant's own time says less than what it leaves room for beside it
 # How many times as long as the fastest a variant may take to be compared in whole steps, and how many are, at most.
 RIVAL_TIME = 1.12
 RIVAL_TIME_OF_FEW_ROWS = 1.3
+RIVAL_TIME_OF_MANY_ROWS = 1.06
 MAX_RIVALS = 6
-# The same of whole steps, for few rows: those variants are compared again.
+MAX_RIVALS_OF_MANY_ROWS = 3
+# The same of whole steps: those variants are compared again, beside what was chosen for the other products meanwhile.
 LAST_RIVAL_TIME = 1.015
 MAX_LAST_RIVALS = 3
 # For many tokens, where cards are short of power in whole steps and not in a single product's: how many times as fast as what
@@ -43,6 +45,7 @@ class Autotuner:
     decode_step   starts a decode step of so many rows
     products      that the ops are asked for
     prefill_step  prepares a prefill step of so many tokens and returns what starts it; wanted for `many_tokens` of the ops
+    decode_rows   that a decode step can have
     """
 
     blended = ("mixed",)  # of the buffers, those that products read beside "heads"
@@ -54,11 +57,13 @@ class Autotuner:
         products: tuple[Product, ...] = PRODUCTS,
         *,
         prefill_step: Callable[[int], Callable[[], object]] | None = None,
+        decode_rows: int = IN_PLACE_ROWS,
     ):
         self.ops = ops
         self.prefill_step = prefill_step
         self.products = products
         self.decode_step = decode_step
+        self.decode_rows = decode_rows
         self._max_rows = len(ops.buffers.logits)
 
     def tune(self, sizes: list[int]) -> None:
@@ -85,7 +90,7 @@ class Autotuner:
                     known[key] = min(times[name], key=times[name].get)
                     num_timed += 1
                 ops.choose(name, size, known[key])
-            if size <= min(IN_PLACE_ROWS, self._max_rows):
+            if size <= min(max(IN_PLACE_ROWS, self.decode_rows), self._max_rows):
                 known |= {keys[name]: variant for name, variant in self._choose_in_place(size, times).items()}
             elif size in ops.many_tokens and self.prefill_step is not None:
                 known |= {keys[name]: variant for name, variant in self._choose_for_many(size, times).items()}
@@ -106,12 +111,14 @@ class Autotuner:
     def _choose_in_place(self, size: int, alone: dict[Product, Times]) -> dict[Product, Variant]:
         """Choose for each product, of the variants that took little longer alone, the one with which a whole step is fastest.
 
-        Few rows go through the products twice: what was chosen first was timed beside variants that others have left since.
+        Up to IN_PLACE_ROWS it goes through the products twice: what was chosen first was timed beside variants that others have
+        left since.
         """
-        few = size <= FEW_ROWS
-        most = RIVAL_TIME_OF_FEW_ROWS if few else RIVAL_TIME
-        rivals = {name: _fastest(times, most, MAX_RIVALS) for name, times in alone.items()}
-        for _ in range(2 if few else 1):
+        many = size > IN_PLACE_ROWS
+        most = RIVAL_TIME_OF_FEW_ROWS if size <= FEW_ROWS else RIVAL_TIME_OF_MANY_ROWS if many else RIVAL_TIME
+        count = MAX_RIVALS_OF_MANY_ROWS if many else MAX_RIVALS
+        rivals = {name: _fastest(times, most, count) for name, times in alone.items()}
+        for _ in range(1 if many else 2):
             for name, variants in rivals.items():
                 times: Times = {}
                 for variant in variants if len(variants) > 1 else []:

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from rwkv_batch.kernels.linear import Lora
 BK = 64  # k of a stage; sizes must be multiples of 64
 TILES = {64: (8, 16, 32, 64, 128), 128: (8, 16, 32, 64, 128, 160, 256)}  # weight rows of a tile: rows of x of a tile
 MAX_STAGES = 16
+SMALL_WEIGHTS = 10 << 20  # bytes that multiprocessors may well read several times
 LEAST_RESERVED = 8  # multiprocessors that are worth being left free
 MAX_MASKED = 16  # rows of x of which `Gemm.gemm` leaves an active mask
 PLANES = 6  # of what `project` reads: r, k, v, w, a, g
@@ -184,16 +186,21 @@ class Gemm:
         """Return ways to cut up `project` for N rows, of which timing shall choose."""
         configs = []
         for height, tile in ((h, t) for h, tiles in TILES.items() for t in tiles):
-            if (N <= 64 and not N <= tile < 2 * max(N, 8)) or (N > 64 and tile < 64):
+            small = tile < min(N, 64)
+            if tile >= 2 * max(N, 8) or (small and not _may_be_small(N, tile, 3 * matrix.M * matrix.K)):
                 continue
             tiles = math.ceil(N / tile) * (math.ceil(matrix.M / height) * 3 + lora.tiles(height))
+            if small and tiles > self.num_sms:
+                continue
             for split in (1, 2):
-                if split == 2 and (N > 64 or tiles * 2 > 5 * self.num_sms or matrix.K < 12 * BK):
+                if split == 2 and (N > 128 or tiles * 2 > 5 * self.num_sms or matrix.K < 12 * BK):
                     continue
-                most = 5 if tile <= 32 else 2 if tile <= 64 else 1
+                most = 5 if tile <= 32 else 3 if tile <= 64 else 1
                 least = min(most, math.ceil(tiles * split / self.num_sms))
-                for blocks in sorted({least, max(1, least - 1)} if N <= 64 else {least}):
+                for blocks in sorted({least, max(1, least - 1), min(most, least + 1)} if N <= 64 else {least}):
                     stages = _stages(height, tile, split, matrix.K // BK // split, blocks)
+                    if blocks * (stages * (height + tile) * BK * 2 + _epilogue(height, tile, split) + 1024) > SHARED_MEMORY:
+                        continue
                     configs.append(TileConfig(height, tile, split, stages, _even(tiles, blocks * self.num_sms)))
         return list(dict.fromkeys(configs))
 
@@ -261,11 +268,12 @@ class Gemm:
         """Return ways to cut up a product of N rows that leave multiprocessors for another kernel; few rows have `inputs`."""
         if N <= MAX_INPUTS:
             return []
-        config = self.tile_config(N, matrix)
-        tiles = math.ceil(matrix.M / config.height) * math.ceil(N / config.tile) * matrix.batch
-        stages = _stages(config.height, config.tile, 1, matrix.K // BK, 1)
-        clusters = {_even(tiles, most) for most in (self.num_sms, self.num_sms * 3 // 4)}
-        configs = [TileConfig(config.height, config.tile, 1, stages, each) for each in sorted(clusters, reverse=True)]
+        config, configs = self.tile_config(N, matrix), []
+        for height in TILES if N <= 64 else (config.height,):  # the higher ones read x half as often
+            tiles = math.ceil(matrix.M / height) * math.ceil(N / config.tile) * matrix.batch
+            stages = _stages(height, config.tile, 1, matrix.K // BK, 1)
+            clusters = {_even(tiles, most) for most in (self.num_sms, self.num_sms * 3 // 4)}
+            configs += [TileConfig(height, config.tile, 1, stages, each) for each in sorted(clusters, reverse=True)]
         return [config for config in configs if self.reserved_sms(config) >= LEAST_RESERVED]
 
     def reserved_sms(self, config: TileConfig) -> int:
@@ -277,7 +285,7 @@ class Gemm:
         config = self.tile_config(N, matrix)
         if N > 64:
             return [config]
-        return list(dict.fromkeys([config, *_rival_configs(config, matrix.M, matrix.K, matrix.batch, self.num_sms)]))
+        return list(dict.fromkeys([config, *_rival_configs(N, config, matrix.M, matrix.K, matrix.batch, self.num_sms)]))
 
     def _map(self, tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> ctypes.Array:
         """Return a tensor map: `sizes` and `box` in elements, innermost first; `strides` in bytes, from the second on."""
@@ -315,17 +323,38 @@ def _config_few(N: int, M: int, K: int, batch: int, num_sms: int) -> TileConfig:
     return TileConfig(64, tile, split, _stages(64, tile, split, steps, blocks), _even(tiles, blocks * num_sms))
 
 
-def _rival_configs(config: TileConfig, M: int, K: int, batch: int, num_sms: int) -> list[TileConfig]:
-    """With as many stages as there is room for; and with tiles twice as high, which read x half as often."""
+def _rival_configs(N: int, config: TileConfig, M: int, K: int, batch: int, num_sms: int) -> list[TileConfig]:
+    """Other ways for few rows: tiles twice as high, which read x half as often; other splits; other stages.
+
+    Stages suit one to three thread blocks a multiprocessor: more than there are leave room for the next kernel's first ones.
+    Small matrices also have tiles with some of the rows, so that each multiprocessor has less to do.
+    """
     steps, rivals = K // BK, []
-    for height in TILES:
-        tiles, split = math.ceil(M / height) * batch, config.split
-        blocks = min(math.ceil(tiles * split / num_sms), 2)
-        if height > config.height:
-            split, blocks = max(s for s in (1, 2, 4, 8) if s == 1 or (tiles * s <= num_sms and 6 * s <= steps)), 1
-        stages = _stages(height, config.tile, split, math.ceil(steps / split), blocks)
-        rivals.append(TileConfig(height, config.tile, split, stages, _even(tiles, blocks * num_sms)))
+    smaller = [config.tile // part for part in (2, 4)]
+    tiles_of_x = [config.tile, *(tile for tile in smaller if _may_be_small(N, tile, M * K * batch))]
+    for height, tile, split in itertools.product(TILES, tiles_of_x, (1, 2, 4, 8)):
+        tiles = math.ceil(M / height) * math.ceil(N / tile) * batch
+        least = math.ceil(tiles * split / num_sms)
+        if (split > 1 and (6 * split > steps or least > 3)) or (tile < config.tile and least > 1):
+            continue
+        if tiles * split < 0.4 * num_sms and split * 12 <= steps:
+            continue  # too few thread blocks, and more splits are to come
+        for blocks in range(min(least, 2), min(least + 1, 3) + 1):
+            room = SHARED_MEMORY // blocks - 1024 - _epilogue(height, tile, split)
+            if room >= 3 * (height + tile) * BK * 2:
+                stages = _stages(height, tile, split, math.ceil(steps / split), blocks)
+                rivals.append(TileConfig(height, tile, split, stages, _even(tiles, blocks * num_sms)))
     return rivals
+
+
+def _epilogue(height: int, tile: int, split: int) -> int:
+    """Return the bytes of shared memory that results take on their way out."""
+    return min(tile, 64) * ((height + 4) * 4 if split > 1 else height // 64 * 144)
+
+
+def _may_be_small(N: int, tile: int, values: int) -> bool:
+    """Return whether tiles of some of the rows of x may pay: for few rows and weights, which are read once for each tile."""
+    return 16 <= tile <= 64 and 4 * tile >= N and values * 2 <= SMALL_WEIGHTS
 
 
 def _config_many(N: int, M: int, K: int, batch: int, num_sms: int) -> TileConfig:
