@@ -7,6 +7,7 @@ import sys
 import threading
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from safetensors.torch import save_file
 from rwkv_batch.config import Config
 from rwkv_batch.engine.build import build_engine_loop
 from rwkv_batch.errors import CheckpointError, NoMemory
-from rwkv_batch.model import checkpoint, weights
+from rwkv_batch.model import checkpoint, tensor_reader, weights
+from rwkv_batch.model.tensor_reader import Upload
 
 
 def tensors_equal(a: weights.Weights, b: weights.Weights) -> bool:
@@ -288,3 +290,21 @@ def test_loading_needs_little_more_memory_than_the_tensors_kept(suffix, tmp_path
     run = subprocess.run([sys.executable, "-c", script, path], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert 0.5 < float(run.stdout) <= 1.15
+
+
+@pytest.mark.parametrize("length", [1, 100, 1000, 1001, 2500, 8000, 8001, 20_000])
+def test_large_tensors_pass_rooms_on_their_way_to_a_gpu(length, monkeypatch):
+    """A copy to a GPU reads its room at any time until it is waited for: here, at the last moment."""
+    monkeypatch.setattr(tensor_reader, "ROOM_BYTES", 1000)
+    upload = Upload()
+    upload.make_rooms(pinned=False)
+    source = torch.randint(256, (length,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    upload.through_rooms(source, target, lambda room, part: SimpleNamespace(synchronize=lambda: part.copy_(room[: len(part)])))
+    assert torch.equal(source, target)
+
+
+def test_small_tensors_go_as_they_are():
+    upload, tensor = Upload(), torch.arange(6)
+    assert upload(tensor, torch.device("cpu")) is tensor
+    assert upload(tensor, torch.device("meta")).is_meta

@@ -1,7 +1,11 @@
 """Takes published tensors out of a checkpoint one after another: onto the device, checked there, and converted or quantised."""
 
+import ctypes
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +17,8 @@ from rwkv_batch.model.quantized_file import SCALES
 from rwkv_batch.model.weight import Weight
 
 SPLIT = 512  # rows of a table that are worked on at a time: what they need beside is not worth the memory of a whole table
+ROOM_BYTES = 8 * 2**20  # of a room that a tensor passes on its way to a GPU
+UPLOAD_THREADS = 4  # that fill rooms; there are twice as many
 LARGEST_HALF = torch.finfo(torch.float16).max
 
 
@@ -43,6 +49,7 @@ class TensorReader:
         self._bar = bar
         self._merge = merge or Merge()
         self._cut = cut
+        self._upload = Upload()
 
     def place_on(self, device: torch.device) -> None:
         """Put on `device` what is taken from now on."""
@@ -106,6 +113,70 @@ class TensorReader:
         tensor = self._tensors.pop(key)
         if self._cut is not None:
             tensor = self._cut(key, tensor)
-        tensor = tensor.to(self._device)  # checked and converted there: a GPU does both a hundred times faster
+        tensor = self._upload(tensor, self._device)  # checked and converted there: a GPU does both a hundred times faster
         self._bar.update()
         return self._merge.merged(key, tensor)
+
+
+class Upload:
+    """Brings tensors to a device; large ones to a GPU through some rooms of pinned memory, which threads fill meanwhile.
+
+    Copied as it is, a tensor of a mapped file comes at the pace at which one thread goes through the file's pages.
+    """
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._rooms: list[Tensor] = []
+
+    def __call__(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return the tensor on `device`, not a copy where it is there already."""
+        if device.type != "cuda" or tensor.is_cuda or not tensor.is_contiguous() or tensor.nbytes < ROOM_BYTES:
+            return tensor.to(device)
+        if self._pool is None:
+            self.make_rooms(pinned=True)
+        result = torch.empty_like(tensor, device=device)
+        stream = torch.cuda.current_stream(device)
+
+        def send(room: Tensor, part: Tensor) -> torch.cuda.Event:
+            part.copy_(room[: len(part)], non_blocking=True)
+            sent = torch.cuda.Event()
+            sent.record(stream)
+            return sent
+
+        self.through_rooms(_bytes_of(tensor), _bytes_of(result), send)
+        return result
+
+    def make_rooms(self, *, pinned: bool) -> None:
+        """Get ready for the first large tensor."""
+        self._pool = ThreadPoolExecutor(UPLOAD_THREADS, "upload")
+        self._rooms = [torch.empty(ROOM_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(2 * UPLOAD_THREADS)]
+
+    def through_rooms(self, source: Tensor, target: Tensor, send: Callable[[Tensor, Tensor], Any]) -> None:
+        """Copy bytes: fill rooms in turn, and send each on as soon as it is full.
+
+        send  given a room and the part of the target that it is for, begins to copy and returns what can be waited for
+        """
+        filling: deque[tuple[int, Future, Tensor]] = deque()
+        sent: dict[int, Any] = {}
+
+        def send_first() -> None:
+            number, filled, part = filling.popleft()
+            filled.result()
+            sent[number] = send(self._rooms[number], part)
+
+        for i, start in enumerate(range(0, len(source), ROOM_BYTES)):
+            if len(filling) == UPLOAD_THREADS:
+                send_first()
+            number, length = i % len(self._rooms), min(ROOM_BYTES, len(source) - start)
+            if number in sent:
+                sent.pop(number).synchronize()
+            filled = self._pool.submit(ctypes.memmove, self._rooms[number].data_ptr(), source.data_ptr() + start, length)
+            filling.append((number, filled, target[start : start + length]))
+        while filling:
+            send_first()
+        for each in sent.values():
+            each.synchronize()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
