@@ -11,6 +11,7 @@
 #include "lora.cuh"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace rwkv {
 namespace {
@@ -123,6 +124,8 @@ struct Barriers {
     uint64_t full[MAX_STAGES], empty[MAX_STAGES], shown, seen;  // shown: the others' sums are here; seen: were read
 };
 
+enum Source : int { STRAIGHT, TRANSPOSED, BESIDE };  // of weights: [M, K], [K, M], those beside the main ones
+
 // The loading warp, of which one thread works.
 template <int BM, int BN>
 __device__ __forceinline__ void load(
@@ -132,32 +135,41 @@ __device__ __forceinline__ void load(
     // Up to 16 rows share the L2 cache with the sparse product (cuda/sparse.cu), which says so of its weights: whole steps were
     // slower on an H200 where all weights were to leave first.
     const uint64_t w_policy = p.n_tiles == 1 && BN > 16 ? READ_ONCE : READ_AGAIN;
-    auto load_w = [&](int stage, const Tile& tile, int k) {
+    const auto load_w = [&](auto source, int stage, const Tile& tile, int k) {
+        constexpr Source SOURCE = decltype(source)::value;
         expect_bytes(&barriers.full[stage], stage_bytes(BM, BN));
         char* to = stages + stage * stage_bytes(BM, BN);
-        if (tile.beside)
+        if (SOURCE == BESIDE)
             copy_box(to, beside_map, &barriers.full[stage], w_policy, k * BK, tile.m, 0);
-        else if (p.transposed)
+        else if (SOURCE == TRANSPOSED)
             copy_box(to, w_map, &barriers.full[stage], w_policy, 0, k * BK, tile.m / 64, tile.plane);
         else
             copy_box(to, w_map, &barriers.full[stage], w_policy, k * BK, tile.m, tile.plane);
     };
-    auto load_x = [&](int stage, const Tile& tile, int k) {
+    // Call a function with the source of a tile as a type: loops do not ask about it.
+    const auto with_source = [&](const Tile& tile, auto function) {
+        if (tile.beside) function(std::integral_constant<Source, BESIDE>());
+        else if (p.transposed) function(std::integral_constant<Source, TRANSPOSED>());
+        else function(std::integral_constant<Source, STRAIGHT>());
+    };
+    const auto load_x = [&](int stage, const Tile& tile, int k) {
         char* to = stages + stage * stage_bytes(BM, BN) + BM * BK * 2;
         copy_box(to, x_map, &barriers.full[stage], READ_AGAIN, k * BK, tile.n, tile.plane);
     };
-    const bool leads = threadIdx.x % 32 == 0;
     const int early = min(p.stages, work.steps);
     const Tile first(work.first, p, BM, BN);
+    if (elected())
+        with_source(first, [&](auto source) {
 #pragma unroll 1
-    for (int i = 0; leads && i < early; i++) load_w(i, first, work.k0 + i);
+            for (int i = 0; i < early; i++) load_w(source, i, first, work.k0 + i);
+        });
     // The next kernel may ask for its weights when all of this one's are asked for.
     const bool all = early == work.steps && work.first + work.stride >= work.tiles;
     if (all) release_next();
     __syncwarp();
     __syncthreads();
     if (p.split > 1) cluster_wait();
-    if (!leads) return;
+    if (!elected()) return;
     wait_for_previous();
 #pragma unroll 1
     for (int i = 0; i < early; i++) load_x(i, first, work.k0 + i);
@@ -165,23 +177,29 @@ __device__ __forceinline__ void load(
     Ring ring{early % p.stages, early / p.stages};
     for (int t = work.first; t < work.tiles; t += work.stride) {
         const Tile tile(t, p, BM, BN);
+        with_source(tile, [&](auto source) {
 #pragma unroll 1
-        for (int i = t == work.first ? early : 0; i < work.steps; i++) {
-            wait(&barriers.empty[ring.stage], ring.parity ^ 1);
-            load_w(ring.stage, tile, work.k0 + i);
-            load_x(ring.stage, tile, work.k0 + i);
-            ring.advance(p.stages);
-        }
+            for (int i = t == work.first ? early : 0; i < work.steps; i++) {
+                wait(&barriers.empty[ring.stage], ring.parity ^ 1);
+                load_w(source, ring.stage, tile, work.k0 + i);
+                load_x(ring.stage, tile, work.k0 + i);
+                ring.advance(p.stages);
+            }
+        });
     }
     if (!all) release_next();
 }
 
+// This warpgroup's number: the first lane's, so that the compiler knows it for the same in all and keeps addresses where wgmma
+// wants them.
+__device__ __forceinline__ int warpgroup() { return __shfl_sync(0xffffffff, threadIdx.x / 128, 0); }
+
 // One warpgroup's sums of a tile, over this thread block's part of k.
-template <int BM, int BN, bool TRANSPOSED>
+template <int BM, int BN, bool TURNED>
 __device__ __forceinline__ void accumulate(
     float (&sums)[BN / 2], const Shape& p, const Work& work, const char* stages, Barriers& barriers, Ring& ring
 ) {
-    const int group = threadIdx.x / 128;
+    const int group = warpgroup();
     auto release = [&](int stage) {
         if (threadIdx.x % 32 == 0) arrive(&barriers.empty[stage]);
     };
@@ -194,7 +212,7 @@ __device__ __forceinline__ void accumulate(
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < BK / 16; k++)
-            Wgmma<BN, TRANSPOSED>::multiply(sums, a + k * (TRANSPOSED ? 128 : 2), b + k * 2, i + k > 0);
+            Wgmma<BN, TURNED>::multiply(sums, a + k * (TURNED ? 128 : 2), b + k * 2, i + k > 0);
         wgmma_commit();
         wgmma_wait<1>();
         if (i > 0) release(last);
@@ -304,14 +322,13 @@ __device__ __forceinline__ void multiply_tiles(
     const Work work(p);
 
     const bool loads = threadIdx.x / 32 == CONSUMERS / 32, clustered = p.split > 1;
-    if (loads) {
-        const int lane = threadIdx.x % 32;
-        if (lane < p.stages) init_barrier(&barriers.full[lane], 1), init_barrier(&barriers.empty[lane], CONSUMERS / 32);
-        if (lane == 0) init_barrier(&barriers.shown, 1), init_barrier(&barriers.seen, p.split);
+    if (loads && elected()) {
+        for (int i = 0; i < p.stages; i++) init_barrier(&barriers.full[i], 1), init_barrier(&barriers.empty[i], CONSUMERS / 32);
+        init_barrier(&barriers.shown, 1), init_barrier(&barriers.seen, p.split);
         publish_barriers();
-        __syncwarp();
-        if (lane == 0) prefetch_map(x_map);  // whose first use comes late
+        prefetch_map(x_map);  // whose first use comes late
     }
+    __syncwarp();
     if (clustered) cluster_arrive_relaxed();
     if (threadIdx.x < CONSUMERS) {
         if (BN > 64) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
@@ -325,10 +342,11 @@ __device__ __forceinline__ void multiply_tiles(
             else
                 accumulate<BM, BN, false>(sums, p, work, stages, barriers, ring);
             const Tile tile(t, p, BM, BN);
-            if (p.split == 1)
-                store<BM, BN>(sums, p, tile, space);
-            else
+            if (p.split > 1) {
                 store_shared<BM, BN>(sums, p, tile, stages, space, work, barriers);
+                break;  // all tiles are at work at once; with a way back from here, wgmma's addresses would be elsewhere
+            }
+            store<BM, BN>(sums, p, tile, space);
         }
     } else {
         if (BN > 64) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");

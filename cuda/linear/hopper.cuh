@@ -48,6 +48,13 @@ __device__ __forceinline__ void copy_row(void* to, const void* from, int bytes, 
         "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(READ_ONCE)
         : "memory");
 }
+// True in one lane of a warp, always the same one, whose lanes come together. The compiler then knows that one thread is at work:
+// for any other condition it makes a loop over the lanes of each instruction that a warp has but once, such as a copy of a box.
+__device__ __forceinline__ bool elected() {
+    uint32_t v;
+    asm volatile("{ .reg .pred one; elect.sync _|one, 0xffffffff; selp.b32 %0, 1, 0, one; }" : "=r"(v));
+    return v;
+}
 // Some whole warps of a thread block meet.
 __device__ __forceinline__ void sync_threads(int barrier, int count) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(count) : "memory");
