@@ -26,6 +26,7 @@ from rwkv_batch.errors import Unavailable
 from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.server import lines
 from rwkv_batch.server.control import BEAT_SECONDS, Control, freeze_loaded
+from rwkv_batch.text.tokenizer import WORLD_ROWS
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ def run(control: Control) -> int:
     pace = {"heartbeat": config.heartbeat, "peer_seconds": config.peer_seconds}
     client = EngineClient(control.birth.seats, **pace, number=control.birth.index)
     models = Models(client, control.birth.models, control.report)
+    if config.fake_engine is None:
+        models.tokenizers.begin(WORLD_ROWS)  # most models have it: so it is there when the engine is
     app = HttpApp(config, client, metrics.HttpMetrics(), folder, models)
 
     def drain() -> None:

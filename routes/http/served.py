@@ -31,15 +31,19 @@ class Tokenizers:
 
     def want(self, info: EngineInfo) -> None:
         """Begin to load that of a model, unless that was done before."""
+        self.begin(info.vocab_size)
+
+    def begin(self, vocab_size: int) -> None:
+        """The same for models with such a vocabulary."""
 
         def run() -> None:
             try:
-                self._loaded[info.vocab_size] = tokenizer.for_vocab(info.vocab_size)
+                self._loaded[vocab_size] = tokenizer.for_vocab(vocab_size)
             except Exception:
                 log.exception("the tokenizer cannot be loaded")
 
-        if info.vocab_size not in self._wanted:
-            self._wanted.add(info.vocab_size)
+        if vocab_size not in self._wanted:
+            self._wanted.add(vocab_size)
             threading.Thread(target=run, name="tokenizer", daemon=True).start()
 
     def get(self, info: EngineInfo | None) -> Tokenizer | None:
