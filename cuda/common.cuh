@@ -3,7 +3,9 @@
 #pragma once
 
 #ifndef RWKV_HIP
+#ifndef FP16_ALONE  // see parts.cuh; the compiler takes half a second to read this
 #include <cuda_bf16.h>
+#endif
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #define RWKV_EXPORT extern "C" __attribute__((visibility("default")))
@@ -29,7 +31,9 @@ enum Type : int { FP32 = 0, FP16 = 1, BF16 = 2 };
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+#ifndef FP16_ALONE
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+#endif
 
 // Eight neighbouring values as fp32, by 16-byte loads.
 __device__ __forceinline__ void load8(const float* p, float (&v)[8]) {

@@ -10,9 +10,3 @@
 #else
 #define IN_PART(number) 1
 #endif
-
-#ifdef FP16_ALONE
-constexpr bool OTHER_TYPES = false;
-#else
-constexpr bool OTHER_TYPES = true;
-#endif

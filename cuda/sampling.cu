@@ -145,21 +145,23 @@ cudaError_t start(const SampleArgs& a, const Layout& layout, cudaStream_t stream
 #endif
 }
 
-extern template cudaError_t start<float, false>(const SampleArgs&, const Layout&, cudaStream_t);
 extern template cudaError_t start<__half, false>(const SampleArgs&, const Layout&, cudaStream_t);
 extern template cudaError_t start<__half, true>(const SampleArgs&, const Layout&, cudaStream_t);
+#ifndef FP16_ALONE
+extern template cudaError_t start<float, false>(const SampleArgs&, const Layout&, cudaStream_t);
 extern template cudaError_t start<__nv_bfloat16, false>(const SampleArgs&, const Layout&, cudaStream_t);
 #if IN_PART(1)
 template cudaError_t start<float, false>(const SampleArgs&, const Layout&, cudaStream_t);
+#endif
+#if IN_PART(4)
+template cudaError_t start<__nv_bfloat16, false>(const SampleArgs&, const Layout&, cudaStream_t);
+#endif
 #endif
 #if IN_PART(2)
 template cudaError_t start<__half, false>(const SampleArgs&, const Layout&, cudaStream_t);
 #endif
 #if IN_PART(3)
 template cudaError_t start<__half, true>(const SampleArgs&, const Layout&, cudaStream_t);
-#endif
-#if IN_PART(4)
-template cudaError_t start<__nv_bfloat16, false>(const SampleArgs&, const Layout&, cudaStream_t);
 #endif
 
 #if IN_PART(0)
@@ -192,15 +194,20 @@ RWKV_EXPORT int rwkv_sample(const rwkv::SampleArgs* args, cudaStream_t stream) {
     if (cudaError_t error = rwkv::layout_for(a.num_rows, layout)) return error;
     if (a.type == rwkv::FP16)
         return layout.dense ? rwkv::start<__half, true>(a, layout, stream) : rwkv::start<__half, false>(a, layout, stream);
-    if constexpr (OTHER_TYPES) {
-        if (a.type == rwkv::FP32) return rwkv::start<float, false>(a, layout, stream);
-        if (a.type == rwkv::BF16) return rwkv::start<__nv_bfloat16, false>(a, layout, stream);
-    }
+#ifndef FP16_ALONE
+    if (a.type == rwkv::FP32) return rwkv::start<float, false>(a, layout, stream);
+    if (a.type == rwkv::BF16) return rwkv::start<__nv_bfloat16, false>(a, layout, stream);
+#endif
     return cudaErrorInvalidValue;
 }
 
 // Whether logits may be of this type.
-RWKV_EXPORT int rwkv_sample_takes(int type) { return type == rwkv::FP16 || OTHER_TYPES && (type == rwkv::FP32 || type == rwkv::BF16); }
+RWKV_EXPORT int rwkv_sample_takes(int type) {
+#ifndef FP16_ALONE
+    if (type == rwkv::FP32 || type == rwkv::BF16) return true;
+#endif
+    return type == rwkv::FP16;
+}
 
 // What callers check their own idea of the arguments by, and the code of a `Method`, -1 for a name that is none.
 RWKV_EXPORT int rwkv_sample_args_size() { return sizeof(rwkv::SampleArgs); }
