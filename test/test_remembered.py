@@ -49,7 +49,7 @@ def start(tmp_path, monkeypatch):
     file = tmp_path / "cuda.json"
     calls = []
 
-    def agrees(name, launcher, wkv_dtype, quant):
+    def agrees(name, launcher, wkv_dtype, quant, expected):
         if name != "logits":
             return True
         calls.append(name)
