@@ -1,6 +1,7 @@
 """Whether the sampler's kernel is right on the card that is there: it and the reference draw the same ids."""
 
 import ctypes
+from functools import cache
 
 import torch
 
@@ -29,18 +30,24 @@ SHARE = 0.9  # of the ids that must agree: a draw at the border between two colu
 @torch.inference_mode()
 def check(device: torch.device | str, library: ctypes.CDLL) -> list[str]:
     """Return the names of CHECKED for which the kernel and the reference disagree on this card; takes a second."""
-    params, ids = _params(), torch.arange(COLUMNS)
-    samplers = (ReferenceSampler(len(params), ids, device), KernelSampler(len(params), ids, device, library))
-    results = [_drawn(sampler, params, device, STEPS) for sampler in samplers]
-    same = (results[0] == results[1]).view(len(CHECKED), -1).float().mean(1)  # [names]
-    return [name for name, share in zip(CHECKED, same.tolist(), strict=True) if share < SHARE]
-
-
-@torch.inference_mode()
-def rehearse(device: torch.device | str) -> None:
-    """Draw as the reference does in `check`, for a moment: torch takes its time to load its own kernels."""
     params = _params()
-    _drawn(ReferenceSampler(len(params), torch.arange(COLUMNS), device), params, device, 2)
+    kernel = KernelSampler(len(params), torch.arange(COLUMNS), device, library)
+    same = _drawn(kernel, params, device, STEPS) == _expected(str(device), tuple(CHECKED), STEPS, COLUMNS)
+    shares = same.view(len(CHECKED), -1).float().mean(1)  # [names]
+    return [name for name, share in zip(CHECKED, shares.tolist(), strict=True) if share < SHARE]
+
+
+def rehearse(device: torch.device | str) -> None:
+    """Draw what `check` compares with, so that it need not be waited for there."""
+    _expected(str(device), tuple(CHECKED), STEPS, COLUMNS)
+
+
+@cache
+@torch.inference_mode()
+def _expected(device: str, names: tuple[str, ...], num_steps: int, num_columns: int) -> torch.Tensor:
+    """Return what the reference draws for these of CHECKED, [rows, steps]."""
+    params = _params()
+    return _drawn(ReferenceSampler(len(params), torch.arange(num_columns), device), params, device, num_steps)
 
 
 def _params() -> list[SamplingParams]:
