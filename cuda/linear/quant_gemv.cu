@@ -625,7 +625,8 @@ template struct CodedProducts<FP5>;
 using namespace rwkv;
 
 extern "C" int rwkv_lora_down(const void* mixed, const void* lora_down, void* hidden, int num_tokens, int width, int rank_w,
-                              int rank_a, int rank_v, int rank_g, int tile, int splits, int blocks, int overlap, void* stream);
+                              int rank_a, int rank_v, int rank_g, int tile, int splits, int blocks, int height,
+                              int overlap, void* stream);
 
 // out [P, N, M of out_stride] = x [P, N, K] weight [P, M, K]^T, N <= 16, P <= 7, K a multiple of 64.
 // active_mask: null, or with a squared ReLU, P = 1 and M a multiple of 32, where to write M bits, 32 to a word, that say which
@@ -654,8 +655,8 @@ RWKV_EXPORT int rwkv_quant_project(const void* mixed, const void* values, const 
     add_coded(all, format, mixed, values, scales, rkv, 3, width, width, width, NONE);
     const int coded = all.tiles, together = streams(format, scales, width);
     if (!together) {
-        const int error = rwkv_lora_down(mixed, lora_down, hidden, num_tokens, width, rank_w, rank_a, rank_v, rank_g, 0, 1, 1, overlap,
-                                         stream);
+        const int error = rwkv_lora_down(mixed, lora_down, hidden, num_tokens, width, rank_w, rank_a, rank_v, rank_g, 0, 1, 1, 128,
+                                         overlap, stream);
         if (error) return error;
     } else {
         add_lora_down(all, static_cast<const __half*>(mixed), static_cast<const __half*>(lora_down), static_cast<__half*>(hidden),
