@@ -115,15 +115,9 @@ class Bench:
 
     def decode(self, batch: int) -> dict:
         """Return the figures of one batch size."""
-        slots = torch.arange(batch, device=self.device)
-        rows = CapturedRows.decode(slots)
-        with torch.inference_mode():
-            self.model.forward(None, rows, self.state)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                logits = self.model.forward(None, rows, self.state)
+        replay, logits = self.captured_decode(batch)
         host_slots = list(range(batch))
-        forward, engine = self._medians(graph.replay, lambda: self.engine.graphs.replay(host_slots))
+        forward, engine = self._medians(replay, lambda: self.engine.graphs.replay(host_slots))
         finite = bool(torch.isfinite(logits).all())
         floor = self._decode_floor(batch)
         return {
@@ -132,11 +126,33 @@ class Bench:
             "of_roofline": floor / forward, "finite": finite,
         }  # fmt: skip
 
-    def prefill(self, count: int, length: int) -> dict:
-        """Return the figures of `count` prompts of `length` tokens, logits of their last tokens included.
+    def captured_decode(self, batch: int) -> tuple[Callable[[], None], torch.Tensor]:
+        """Capture a decode step without sampling; returns what replays it, and its logits."""
+        rows = CapturedRows.decode(torch.arange(batch, device=self.device))
+        with torch.inference_mode():
+            self.model.forward(None, rows, self.state)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = self.model.forward(None, rows, self.state)
 
-        As the server would: where it has a graph of such a step, that is fed from the host and samples too.
-        """
+        def replay(_rows: CapturedRows = rows) -> None:  # the graph reads them
+            graph.replay()
+
+        return replay, logits
+
+    def prefill(self, count: int, length: int) -> dict:
+        """Return the figures of `count` prompts of `length` tokens, logits of their last tokens included."""
+        run, captured = self.prefill_step(count, length)
+        (seconds,) = self._medians(run)
+        flops = 2 * count * length * (self._matrices()[0] - self.model.weights.head.shape.numel())
+        floor = flops / FLOPS * 1e3
+        return {
+            "prefill": f"{count}x{length}", "captured": captured, "ms": seconds, "tok_s": count * length / seconds * 1e3,
+            "of_roofline": floor / seconds,
+        }  # fmt: skip
+
+    def prefill_step(self, count: int, length: int) -> tuple[Callable[[], None], bool]:
+        """Return what runs a prefill as the server would, and whether from a graph, which samples too."""
         slots = list(range(count))
         rows = PackedRows(slots, [length] * count, self.device)
         tokens = self.tokens[: count * length]
@@ -150,13 +166,7 @@ class Bench:
             else:
                 self.model.forward(tokens, rows, self.state)
 
-        (seconds,) = self._medians(run)
-        flops = 2 * count * length * (self._matrices()[0] - self.model.weights.head.shape.numel())
-        floor = flops / FLOPS * 1e3
-        return {
-            "prefill": f"{count}x{length}", "captured": captured, "ms": seconds, "tok_s": count * length / seconds * 1e3,
-            "of_roofline": floor / seconds,
-        }  # fmt: skip
+        return run, captured
 
     def write(self, file: Path, rows: list[dict]) -> None:
         """Put the figures under the model's name into the file."""
