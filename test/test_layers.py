@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-layers = importlib.import_module("bench.card.layers")
+layers, tables = map(importlib.import_module, ("bench.card.layers", "bench.card.tables"))
 
 # A decode step's layers of kernels: each ends 10 us behind the one before it and began before that one ended.
 PRODUCTS = [
@@ -54,3 +54,9 @@ def test_a_prefill_whose_recurrence_is_several_kernels():
     ]
     us = layers.parts_of(kernels(spread))["us"]
     assert us == {**dict.fromkeys(layers.PARTS, 10.0), "norm_att": 20.0, "recurrence": 30.0}
+
+
+def test_the_tables_of_the_page_are_those_of_the_results():
+    page = tables.PAGE.read_text()
+    assert page.count("<!-- table: ") == len(tables.MARK.findall(page)) > 3
+    assert tables.written(page) == page

@@ -5,8 +5,10 @@
 
 Steps run as in `bench/engine.py`: decode steps from a graph without sampling, prefills as the server does them. torch's
 profiler says when each kernel began and ended. Kernels overlap, so a kernel counts from the end of the one that ended before it
-to its own end: so the parts of a layer add up to the layer. The mean over the middle layers is given, in microseconds; beside
-it the floor of each part: its weights read once or its products in fp16, whichever is longer, and states read and written once.
+to its own end: so the parts of a layer add up to the layer. The mean over the middle layers is given, in microseconds. Beside
+it the floor of each part: its weights read once or its products in fp16, whichever is longer; for norms and recurrence what
+they must read and write of tokens and states. Of `ffn_value` a decode step must read the rows of units that any of its tokens
+has active.
 """
 
 import argparse
@@ -31,6 +33,10 @@ from bench.synth_checkpoint import SIZES
 
 PARTS = ("norm_att", "rkv", "pairs", "recurrence", "output", "norm_ffn", "key", "value")
 REPLAYS = 3
+BYTES = {  # of a token, for each of the width: the residual stream read and written in fp32, all else once in fp16
+    "norm_att": 8 + 2 + 6 * 2, "norm_ffn": 8 + 2 + 2, "recurrence": 7 * 2,
+}  # fmt: skip
+ACTIVE = 0.12  # of the feed-forward's units, in a token of a trained model
 NORM = re.compile(r"\b(?:decode|decode_before|decode_many|prefill|edge)_kernel<(\d)")
 PAIRS = re.compile(r"\b(?:grouped|few_ranks|many_tokens|lora)\w*[<(]")
 MASKED_VALUE = re.compile(r"\b(?:sparse|masked)_\w+[<(]")
@@ -169,13 +175,17 @@ class Floors:
             "rkv": layer.rkv.shape.numel(), "pairs": sum(matrix.numel() for matrix in pairs if matrix is not None),
             "output": layer.output.shape.numel(), "key": layer.ffn_key.shape.numel(), "value": layer.ffn_value.shape.numel(),
         }  # fmt: skip
-        state = bench.state.wkv[:, 0]
-        self.state_bytes = 2 * state.nbytes / len(bench.model.weights.layers)
+        self.width = layer.output.shape[-1]
+        self.state_bytes = 2 * bench.state.wkv[:, 0].nbytes / len(bench.model.weights.layers)
 
     def of(self, tokens: int, rows: int, *, decode: bool) -> dict[str, float]:
-        """Microseconds; the states of a prefill are read and written once, too."""
+        """Microseconds."""
         found = {part: max(2 * values / COPY_BYTES, 2 * tokens * values / FLOPS) * 1e6 for part, values in self.values.items()}
-        found["recurrence"] = rows * self.state_bytes / COPY_BYTES * 1e6
+        if decode:
+            found["value"] *= 1 - (1 - ACTIVE) ** tokens
+        token_bytes = {part: count * self.width for part, count in BYTES.items()}
+        found |= {part: tokens * count / COPY_BYTES * 1e6 for part, count in token_bytes.items()}
+        found["recurrence"] += rows * self.state_bytes / COPY_BYTES * 1e6
         return {part: round(found[part], 2) for part in PARTS if part in found}
 
 
