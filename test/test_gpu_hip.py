@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rwkv_batch.errors import KernelError
 from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.hip.ops import AdaptedHipOps, HipOps
 from rwkv_batch.kernels.launch import Launcher
@@ -32,7 +31,7 @@ def library(tmp_path_factory) -> ctypes.CDLL:
     at = tmp_path_factory.mktemp("hip")
     try:
         toolchain = compiler.Toolchain.cuda()
-    except KernelError as error:
+    except compiler.KernelError as error:
         pytest.skip(str(error))
     card = "sm_{}{}".format(*torch.cuda.get_device_capability(0))
     flags = (*FLAGS, *toolchain.arch_flags(f"sm_80-on-{card}"))
