@@ -1,0 +1,1 @@
+"""Decode steps of few rows, in fewer launches."""
