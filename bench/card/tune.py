@@ -25,6 +25,7 @@ from rwkv_batch.config import Config
 from rwkv_batch.engine import build
 from rwkv_batch.kernels import compiler, measured
 from rwkv_batch.kernels.card_cache import recall
+from rwkv_batch.kernels.few.tuning import Plans
 from rwkv_batch.kernels.measured import Measured
 from rwkv_batch.kernels.variants import Variant
 from rwkv_batch.model import weights as weights_module
@@ -54,11 +55,12 @@ def main() -> None:
     if file.exists():
         old = msgspec.json.decode(file.read_bytes(), type=Measured)
         if old.sources == found.sources:
-            found.variants = old.variants | found.variants
+            found.variants, found.plans = old.variants | found.variants, old.plans | found.plans
         found.algorithms = {name: old.algorithms.get(name, {}) | new for name, new in found.algorithms.items()}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(msgspec.json.format(msgspec.json.encode(found, order="sorted"), indent=1) + b"\n")
-    print(f"{file}: {len(found.variants)} choices, {sum(map(len, found.algorithms.values()))} algorithms of cuBLASLt")
+    num_algorithms = sum(map(len, found.algorithms.values()))
+    print(f"{file}: {len(found.variants)} choices, {len(found.plans)} plans, {num_algorithms} algorithms of cuBLASLt")
 
 
 def tune(size: str, quant: str, slots: int, library: object) -> None:
@@ -79,6 +81,8 @@ def gathered(folder: Path, card: str, digest: str) -> Measured:
     found, suffix = Measured(sources=compiler.sources_digest()), f"-{card.replace(' ', '-')}"
     for key, variant in recall(folder / f"variants{suffix}.json", dict[str, Variant]).items():
         found.variants[measured.portable(key, digest)] = variant
+    for key, plan in recall(folder / f"few{suffix}.json", Plans).items():
+        found.plans[measured.portable(key, digest)] = plan
     for file in sorted(folder.glob(f"matmul*{suffix}-*.json")):
         name = file.stem.replace(suffix, "")
         found.algorithms[name] = recall(file, dict[str, list[int]])

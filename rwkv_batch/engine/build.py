@@ -44,9 +44,10 @@ from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.adapted.ops import AdaptedKernelOps
 from rwkv_batch.kernels.adapted.products import GroupedProducts
 from rwkv_batch.kernels.autotune import IN_PLACE_ROWS, Autotuner
+from rwkv_batch.kernels.few.ops import FewRowOps
+from rwkv_batch.kernels.few.tuning import FewTuner
 from rwkv_batch.kernels.hip.ops import AdaptedHipOps, HipOps
 from rwkv_batch.kernels.launch import Launcher
-from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.quant.matrix import quant_format, supported_formats
 from rwkv_batch.kernels.rwkv6 import self_check as rwkv6
 from rwkv_batch.kernels.rwkv6.autotune import Rwkv6Autotuner
@@ -414,7 +415,7 @@ def build_engine(
             raise UsageError("--adapter-ranks, --row-adapter: need kernels that all work here, or --ops reference", param="ops")
         ops = self_check.partly_reference(weights, launcher, frozenset(failing), **limits)
         return Engine(model_of(weights, ops, " but ".join(["kernels", *failing])), sampler, state)
-    plain, with_adapters = (HipOps, AdaptedHipOps) if torch.version.hip else (KernelOps, AdaptedKernelOps)
+    plain, with_adapters = (HipOps, AdaptedHipOps) if torch.version.hip else (FewRowOps, AdaptedKernelOps)
     ops = plain(weights, launcher, **limits) if newest else rwkv6.ops_for(weights, launcher, **limits)
     sizes = graph_sizes or ([num_slots] if config.batch_invariant else buckets_for(num_slots, num_spare))
     model = model_of(weights, ops, "kernels")
@@ -430,6 +431,8 @@ def build_engine(
             decode_rows=num_slots,
         )
         tuner.tune(sorted({*sizes, *([*prefills.sizes, *ops.many_tokens] if prefills else ())}))
+        if newest:
+            FewTuner(ops, state, tuner.decode_step).tune(sizes)
     bank, adapted = bank_for(config, weights, num_slots, only_adding=True), None
     if bank is not None:
         own = model_of(weights, with_adapters(ops, bank), "kernels")

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from rwkv_batch.kernels.compiler import sources_digest
+from rwkv_batch.kernels.few.plan import FewPlan
 from rwkv_batch.kernels.variants import Variant
 
 log = logging.getLogger("rwkv_batch.engine")
@@ -21,19 +22,21 @@ FOLDER = Path(__file__).parent
 class Measured(msgspec.Struct):
     """What is known of a card.
 
-    sources     digest of the kernel sources that `variants` were timed with
+    sources     digest of the kernel sources that `variants` and `plans` were timed with
     variants    by product, size and shape, as `portable` names them
+    plans       by size and shape likewise; None: steps are faster without one
     algorithms  of cuBLASLt, by the name and version of what chose them, then by shape
     """
 
     sources: str = ""
     variants: dict[str, Variant] = {}
+    plans: dict[str, FewPlan | None] = {}
     algorithms: dict[str, dict[str, list[int]]] = {}
 
 
 @functools.cache
 def measured(card: str) -> Measured:
-    """Return what is shipped for a card of this name, without variants that were timed with other sources."""
+    """Return what is shipped for a card of this name, without what was timed with other sources."""
     try:
         found = msgspec.json.decode(file_of(card).read_bytes(), type=Measured)
     except FileNotFoundError:
