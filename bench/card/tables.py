@@ -4,7 +4,7 @@
     python bench/card/tables.py
 
 decode, prefill  tokens/s of `bench/engine.py` on one H200, with the best of Albatross's trees in the same run
-cells            the same, beside what issue and goal ask for and the roofline
+cells            the newest of them, beside what is asked for, the goal and the roofline
 layers           where a layer's time goes (`bench/card/layers.py`)
 fixed            what a layer takes beyond its floor when it has few rows
 h100             an H100 with its own kernels and with those for older cards
@@ -69,7 +69,7 @@ def step_name(step: str) -> str:
 def speeds(entry: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """Tokens/s forward, and share of the roofline, by step."""
     return {
-        str(row.get("decode") or row["prefill"]): (row.get("forward_tok_s") or row["tok_s"], row["of_roofline"])
+        str(row.get("decode") or row["prefill"]): (row.get("forward_tok_s") or row["tok_s"], row.get("of_roofline", 0.0))
         for row in entry["rows"]
     }
 
@@ -114,7 +114,7 @@ def cells() -> str:
     engine, rows = result("engine-h200"), []
     for size in SIZES:
         entry = engine[f"random {size}"]
-        ours, peer = speeds(entry), best_peer(entry)
+        ours, peer = speeds(entry.get("latest", entry)), best_peer(entry)
         for step, (asked, goal) in zip(STEPS, ASKED[size], strict=True):
             speed, roofline = ours[step]
             theirs = peer[step][0] if step in peer else None
@@ -166,13 +166,16 @@ def fixed() -> str:
 
 
 def h100() -> str:
-    own, generic, rows = result("engine-h100"), result("engine-h100-sm80"), []
+    """Of kernels for sm_80 too, where there is a result."""
+    found, rows = result("engine-h100"), []
+    if (RESULTS / "engine-h100-sm80.json").exists():
+        found |= result("engine-h100-sm80")
     for size in SIZES:
-        for name, found, entry in (("own", own, f"random {size}"), ("sm_80", generic, f"random {size} sm_80")):
+        for name, entry in (("", f"random {size}"), (", kernels for sm_80", f"random {size} sm_80")):
             ours = speeds(found[entry]) if entry in found else {}
             if ours:
-                rows.append([size.upper(), name, *(number(ours[step][0]) if step in ours else "" for step in STEPS)])
-    return table(["tokens/s", "kernels", *map(step_name, STEPS)], rows)
+                rows.append([size.upper() + name, *(number(ours[step][0]) if step in ours else "" for step in STEPS)])
+    return table(["tokens/s", *map(step_name, STEPS)], rows)
 
 
 def start() -> str:
