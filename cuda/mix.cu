@@ -8,7 +8,10 @@
 
 namespace rwkv {
 
-constexpr int DECODE_ROWS = 2;   // rows that a block takes at once when there are enough of them
+constexpr int DECODE_ROWS = 2;     // rows that a block takes at once when there are enough of them
+constexpr int MANY_ROWS = 128;     // which those are, of more than MANY_WIDTH columns
+constexpr int MANY_WIDTH = 1024;
+constexpr int MANY_THREADS = 256;  // of such a block, at most
 constexpr int MIN_BLOCKS = 2;    // of MAX_THREADS, that a multiprocessor should have room for
 
 __global__ void __launch_bounds__(MAX_THREADS) embed_kernel(
@@ -22,10 +25,59 @@ __global__ void __launch_bounds__(MAX_THREADS) embed_kernel(
     store8(x + size_t(blockIdx.x) * width + threadIdx.x * EACH, v);
 }
 
-// Every row is one token of its own slot; a block (or a cluster of them) takes R rows. `inputs_ready`: the kernel before does not
+// Every row is one token of its own slot; a block, or a cluster of them, takes a row. `inputs_ready`: the kernel before does not
 // write shift or slots, nor does one that may still run beside it, so they are read before it has ended.
+template <int K>
+__global__ void __launch_bounds__(MAX_THREADS) decode_kernel(
+        float* x, const __half* y, const float* weight, const float* bias, const float* mix, __half* shift, const int64_t* slots,
+        __half* out, int rows, int width, bool inputs_ready) {
+    __shared__ Moments moments[1];
+    const Place place(width, gridDim.x, blockIdx.x);
+    if (place.parts > 1) cluster_arrive_relaxed();
+    const int row = blockIdx.y;
+    const size_t at = size_t(row) * width + place.column;
+    int64_t slot;
+    Halves previous, normed[1];
+    const auto look_back = [&] {
+        slot = slots[row];
+        previous = zero_halves();
+        if (place.live && slot >= 0) previous = load_halves_at_once(shift + slot * width + place.column);
+    };
+    float scale[EACH] = {}, offset[EACH] = {}, ratios[K][EACH];
+    if (place.live) {
+        load8_now(weight + place.column, scale), load8_now(bias + place.column, offset);
+#pragma unroll
+        for (int k = 0; k < K; k++) load8_now(mix + k * width + place.column, ratios[k]);
+    }
+    if (inputs_ready) look_back();
+    // The residual stream was written long ago; asked for after the wait, it would come behind the next product's weights.
+    if (place.live) prefetch(x + at);
+    release_next();
+    wait_for_previous();
+    if (!inputs_ready) look_back();
+    float v[1][EACH] = {};
+    if (place.live) {
+        load8(x + at, v[0]);
+        if (y) {
+            float added[EACH];
+            load8(y + at, added);
+#pragma unroll
+            for (int j = 0; j < EACH; j++) v[0][j] += added[j];
+            store8(x + at, v[0]);
+        }
+    }
+    if (place.parts > 1) cluster_wait();  // all blocks have started: their shared memory is there
+    normalize(v, scale, offset, place, moments, normed);
+    if (!place.live) return;
+    if (slot >= 0) store_halves_at_once(shift + slot * width + place.column, normed[0]);
+#pragma unroll
+    for (int k = 0; k < K; k++) store_halves_at_once(out + size_t(k) * rows * width + at, lerp(normed[0], previous, ratios[k]));
+}
+
+// The same for many rows, R to a block: everything is asked for before anything is stored, and the blends' proportions, which
+// all rows share, one plane ahead. The slots alone are read before the kernel before has ended, since it leaves little room.
 template <int K, int R>
-__global__ void __launch_bounds__(MAX_THREADS, R > 1 ? MIN_BLOCKS : 1) decode_kernel(
+__global__ void __launch_bounds__(MANY_THREADS, 3) decode_many_kernel(
         float* x, const __half* y, const float* weight, const float* bias, const float* mix, __half* shift, const int64_t* slots,
         __half* out, int rows, int width, bool inputs_ready) {
     __shared__ Moments moments[R];
@@ -33,59 +85,61 @@ __global__ void __launch_bounds__(MAX_THREADS, R > 1 ? MIN_BLOCKS : 1) decode_ke
     if (place.parts > 1) cluster_arrive_relaxed();
     const int first = blockIdx.y * R;
     int64_t slot[R];
-    Halves previous[R], normed[R];
-    const auto look_back = [&] {
+    const auto read_slots = [&] {
 #pragma unroll
-        for (int r = 0; r < R; r++) {
-            slot[r] = first + r < rows ? slots[first + r] : -1;
-            previous[r] = zero_halves();
-            if (place.live && slot[r] >= 0) previous[r] = load_halves(shift + slot[r] * width + place.column);
-        }
+        for (int r = 0; r < R; r++) slot[r] = first + r < rows ? slots[first + r] : -1;
     };
-    constexpr bool EARLY = R == 1;  // a single row waits for its blends' proportions longer than for its own values
-    float scale[EACH] = {}, offset[EACH] = {}, ratios[EARLY ? K : 1][EACH];
-    if (place.live) {
-        load8_now(weight + place.column, scale), load8_now(bias + place.column, offset);
-        if (EARLY)
-#pragma unroll
-            for (int k = 0; k < K; k++) load8_now(mix + k * width + place.column, ratios[EARLY ? k : 0]);
-    }
-    if (inputs_ready) look_back();
-    // The residual stream was written long ago; asked for after the wait, it would come behind the next product's weights.
-    if (R == 1 && place.live) prefetch(x + size_t(first) * width + place.column);
+    if (inputs_ready) read_slots();
     release_next();
     wait_for_previous();
-    if (!inputs_ready) look_back();
-    float v[R][EACH] = {};
+    if (!inputs_ready) read_slots();
+    float v[R][EACH], scale[EACH] = {}, offset[EACH] = {}, ratio[2][EACH] = {};
+    Halves added[R], previous[R], normed[R];
 #pragma unroll
     for (int r = 0; r < R; r++) {
-        const int row = first + r;
-        if (!place.live || row >= rows) continue;
-        const size_t at = size_t(row) * width + place.column;
-        load8(x + at, v[r]);
-        if (y) {
-            float added[EACH];
-            load8(y + at, added);
+        const size_t at = size_t(first + r) * width + place.column;
+        const bool here = place.live && first + r < rows;
 #pragma unroll
-            for (int j = 0; j < EACH; j++) v[r][j] += added[j];
-            store8(x + at, v[r]);
-        }
+        for (int j = 0; j < EACH; j++) v[r][j] = 0.f;
+        added[r] = zero_halves();
+        if (here) load8(x + at, v[r]);
+        if (here && y) added[r] = load_halves_at_once(y + at);
     }
+    if (place.live) {
+        load8_now(weight + place.column, scale), load8_now(bias + place.column, offset);
+        load8_now(mix + place.column, ratio[0]);
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        previous[r] = zero_halves();
+        if (place.live && slot[r] >= 0) previous[r] = load_halves_at_once(shift + slot[r] * width + place.column);
+    }
+    if (y)
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+#pragma unroll
+            for (int j = 0; j < EACH; j += 2) {
+                const float2 pair = __half22float2(added[r].pair[j / 2]);
+                v[r][j] += pair.x, v[r][j + 1] += pair.y;
+            }
+            if (place.live && first + r < rows) store8(x + size_t(first + r) * width + place.column, v[r]);
+        }
     if (place.parts > 1) cluster_wait();  // all blocks have started: their shared memory is there
     normalize(v, scale, offset, place, moments, normed);
     if (!place.live) return;
 #pragma unroll
-    for (int r = 0; r < R; r++)
-        if (slot[r] >= 0) store_halves(shift + slot[r] * width + place.column, normed[r]);
-#pragma unroll
     for (int k = 0; k < K; k++) {
-        float(&ratio)[EACH] = ratios[EARLY ? k : 0];
-        if (!EARLY) load8(mix + k * width + place.column, ratio);
+        if (k + 1 < K) load8_now(mix + (k + 1) * width + place.column, ratio[(k + 1) & 1]);
 #pragma unroll
         for (int r = 0; r < R; r++)
-            if (first + r < rows)
-                store_halves(out + (size_t(k) * rows + first + r) * width + place.column, lerp(normed[r], previous[r], ratio));
+            if (first + r < rows) {
+                __half* to = out + (size_t(k) * rows + first + r) * width + place.column;
+                store_halves_at_once(to, lerp(normed[r], previous[r], ratio[k & 1]));
+            }
     }
+#pragma unroll
+    for (int r = 0; r < R; r++)
+        if (slot[r] >= 0) store_halves_at_once(shift + slot[r] * width + place.column, normed[r]);
 }
 
 // Packed rows of any lengths; a block takes `run` tokens one after another, R at a time. The first token of a run is left to
@@ -200,7 +254,7 @@ __global__ void __launch_bounds__(MAX_THREADS) add_norm_kernel(
     }
     Halves normed[1];
     normalize(v, scale, offset, place, moments, normed);
-    if (place.live) store_halves(out + size_t(blockIdx.x) * width + place.column, normed[0]);
+    if (place.live) store_halves_at_once(out + size_t(blockIdx.x) * width + place.column, normed[0]);
 }
 
 static bool fits(int width) { return width > 0 && width % 64 == 0 && width <= MAX_WIDTH; }
@@ -214,11 +268,11 @@ template <int K>
 static cudaError_t decode(float* x, const __half* y, const float* weight, const float* bias, const float* mix, __half* shift,
         const int64_t* slots, __half* out, int rows, int width, int parts, bool inputs_ready, int overlap, cudaStream_t stream) {
     const Launch how = {dim3(parts, rows), dim3(threads(width / parts)), stream, overlap, parts};
-    if (rows < 256 || width <= 1024)
-        return start(decode_kernel<K, 1>, how, x, y, weight, bias, mix, shift, slots, out, rows, width, inputs_ready);
+    if (rows < MANY_ROWS || width <= MANY_WIDTH || how.block.x > MANY_THREADS)
+        return start(decode_kernel<K>, how, x, y, weight, bias, mix, shift, slots, out, rows, width, inputs_ready);
     Launch many = how;
     many.grid.y = (rows + DECODE_ROWS - 1) / DECODE_ROWS;
-    return start(decode_kernel<K, DECODE_ROWS>, many, x, y, weight, bias, mix, shift, slots, out, rows, width, inputs_ready);
+    return start(decode_many_kernel<K, DECODE_ROWS>, many, x, y, weight, bias, mix, shift, slots, out, rows, width, inputs_ready);
 }
 
 template <int K>

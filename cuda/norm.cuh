@@ -18,6 +18,14 @@ struct alignas(16) Halves {
 
 __device__ __forceinline__ Halves load_halves(const __half* p) { return *reinterpret_cast<const Halves*>(p); }
 __device__ __forceinline__ void store_halves(__half* p, const Halves& h) { *reinterpret_cast<Halves*>(p) = h; }
+// The same as one access, where the compiler makes four of the structure's.
+__device__ __forceinline__ Halves load_halves_at_once(const __half* p) {
+    const uint4 raw = *reinterpret_cast<const uint4*>(p);
+    return reinterpret_cast<const Halves&>(raw);
+}
+__device__ __forceinline__ void store_halves_at_once(__half* p, const Halves& h) {
+    *reinterpret_cast<uint4*>(p) = reinterpret_cast<const uint4&>(h);
+}
 // For results that are too many to stay in the L2 cache until they are read.
 __device__ __forceinline__ void store_passing(__half* p, const Halves& h) {
 #ifdef RWKV_HIP

@@ -131,17 +131,21 @@ def test_add_norm_mix_decode(mix, width, planes):
 def test_a_row_does_not_depend_on_how_it_is_spread_nor_on_its_neighbours(mix):
     a = norm_inputs(320, 4096, 6, 320)
     results = []
-    for count, parts in [(320, None), (320, 2), (64, None), (64, 1), (16, 4), (2, 8), (1, 1)]:
+    ways = [(320, None), (320, 2), (320, 8), (319, 4), (318, 2), (130, 1), (64, None), (64, 1), (16, 4), (2, 8), (1, 1)]
+    for count, parts in ways:
         x, shift = a.x[:count].clone(), a.shift.clone()
         out = torch.empty(6, count, 4096, dtype=HALF, device="cuda")
         slots = torch.arange(count, device="cuda")
         mix.add_norm_mix_decode(
             x, a.y[:count], a.weight, a.bias, a.mix, shift, slots, out, parts=parts, inputs_ready=count != 64
         )
-        results.append((out[:, 0].clone(), shift[0]))
-    for out, shift in results:
-        assert same_bits(out, results[0][0])
-        assert same_bits(shift, results[0][1])
+        results.append((out, shift, x))
+    whole, shifts, total = results[0]
+    for out, shift, x in results:
+        count = len(x)
+        assert same_bits(out, whole[:, :count])
+        assert same_bits(shift[:count], shifts[:count])
+        assert same_bits(x, total[:count])
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -18,6 +18,7 @@ from rwkv_batch.model.weights import HEAD_SIZE
 
 COLUMNS_OF_WARP = 256
 MAX_WIDTH = 4096
+MANY_ROWS = 128  # from which a block takes several at once, as in cuda/mix.cu
 PLANES_TO_MIX = (6, 1, 3, 2)  # the last two: RWKV-6's
 CHUNK = 16  # tokens that the matrix form of the recurrence takes at a time
 CHUNK_BYTES = 11136  # of a prepared one, as `Chunk` in cuda/wkv/wkv_spread.cuh
@@ -240,6 +241,8 @@ class Mix:
         if not self._hopper:
             return 1
         least = COLUMNS_OF_WARP if rows <= 64 else 1024 if rows <= 512 else 2048  # columns of a block
+        if MANY_ROWS <= rows <= 512 and width == 2048:
+            least = 512
         return max(
             parts for parts in (1, 2, 4, 8) if parts == 1 or (width % (parts * COLUMNS_OF_WARP) == 0 and width >= parts * least)
         )
