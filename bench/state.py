@@ -38,7 +38,7 @@ from bench.synth_checkpoint import SIZES
 from rwkv_batch import __version__
 from rwkv_batch.kernels import compiler
 from rwkv_batch.kernels.launch import Launcher
-from rwkv_batch.kernels.state_fill import StateFill
+from rwkv_batch.kernels.states.fill import StateFill
 from rwkv_batch.model.state import Snapshot, State
 from rwkv_batch.model.weights import DTYPES, ModelShape
 from rwkv_batch.request import Request, Sequence

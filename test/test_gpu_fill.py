@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rwkv_batch.kernels.state_fill import StateFill
+from rwkv_batch.kernels.states.fill import StateFill
 from rwkv_batch.model.state import Snapshot, State
 from rwkv_batch.model.weights import ModelShape
 

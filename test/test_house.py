@@ -51,7 +51,7 @@ COVERED_BY = {
     "rwkv_batch/kernels": "test_kernel_ops",
     "rwkv_batch/kernels/card_cache": "test_remembered",
     "rwkv_batch/kernels/hip": "test_hip",
-    "rwkv_batch/kernels/state_fill": "test_gpu_fill",
+    "rwkv_batch/kernels/states": "test_gpu_log",
     "rwkv_batch/kernels/tensor_parallel": "test_exchange",
     "rwkv_batch/model": "test_model",
     "rwkv_batch/model/adapters": "test_adapters",

@@ -52,7 +52,8 @@ from rwkv_batch.kernels.quant.matrix import quant_format, supported_formats
 from rwkv_batch.kernels.rwkv6 import self_check as rwkv6
 from rwkv_batch.kernels.rwkv6.autotune import Rwkv6Autotuner
 from rwkv_batch.kernels.rwkv6.needs import kernels_for
-from rwkv_batch.kernels.state_fill import StateFill
+from rwkv_batch.kernels.states.fill import StateFill
+from rwkv_batch.kernels.states.log import WkvLog, runs_on
 from rwkv_batch.model import checkpoint, reference_ops
 from rwkv_batch.model import weights as weights_module
 from rwkv_batch.model.adapters import adapter_file
@@ -306,7 +307,8 @@ def plan_memory(
     columns = columns_of(config) * isinstance(shape, ModelShape)
     adapters = AdapterBank.num_bytes(shape, columns, dtype) + GroupedProducts.num_bytes(columns, budget)
     buffers = kernel_bytes(shape, budget, quant) + kept + adapters
-    return MemoryPlan(device, shape, dtype, wkv_dtype, buffers, sampling_bytes(shape, config.max_logit_bias), quant)
+    sampling, logged = sampling_bytes(shape, config.max_logit_bias), config.wkv_log and runs_on(device)
+    return MemoryPlan(device, shape, dtype, wkv_dtype, buffers, sampling, quant, logged)
 
 
 def find_kernels(
@@ -401,15 +403,9 @@ def build_engine(
         raise UsageError(f"--ops kernels: wrong results on this card from {', '.join(failing)}", param="ops")
     fill = None if self_check.FILL in failing else StateFill(launcher)
     state = State(weights.shape, num_slots, shift_dtype=torch.float16, wkv_dtype=wkv_dtype, device=device, fill=fill)
-    sampler = make_sampler(
-        "reference" if self_check.SAMPLER in failing else config.sampler,
-        num_slots,
-        weights.output_ids,
-        device,
-        library,
-        last_ids=state.last_ids,
-        max_bias=config.max_logit_bias,
-    )
+    kind = "reference" if self_check.SAMPLER in failing else config.sampler
+    options = {"last_ids": state.last_ids, "max_bias": config.max_logit_bias}
+    sampler = make_sampler(kind, num_slots, weights.output_ids, device, library, **options)
     if failing or not isinstance(sampler, GraphSampler):  # what runs in plain torch cannot be captured
         if columns_of(config):
             raise UsageError("--adapter-ranks, --row-adapter: need kernels that all work here, or --ops reference", param="ops")
@@ -422,6 +418,8 @@ def build_engine(
     graphs = DecodeGraphs(model, sampler, state, sizes)
     prefills = None if config.batch_invariant else PrefillGraphs(model, sampler, state, max_tokens=max_tokens)
     if not torch.version.hip:  # there each product is done in one way
+        if newest and config.wkv_log:
+            WkvLog.beside(state, ops)
         slots = torch.tensor([*range(num_slots)] + [-1] * IN_PLACE_ROWS, device=device)
         state.last_ids.random_(1, len(weights.embedding))  # steps that are timed want rows that differ
         tuner = (Autotuner if newest else Rwkv6Autotuner)(

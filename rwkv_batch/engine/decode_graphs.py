@@ -95,7 +95,7 @@ class DecodeGraphs:
         if drawn != self._current_drawn:
             self._drawn_staging.send(drawn, self._drawn_slots)
             self._current_drawn = drawn
+        self.state.advance(slots, [1] * num_rows, logged=self.state.logs(size))
         self._graphs[size].replay()
-        self.state.advance(slots, [1] * num_rows)
         self.num_replays += 1
         return Sampled(self._ids[:num_sampled], self._finite[:num_sampled]), self._logits[size][:num_rows]

@@ -19,6 +19,7 @@ from rwkv_batch.kernels.quant.many_tokens import ManyTokens
 from rwkv_batch.kernels.quant.matrix import Scratch
 from rwkv_batch.kernels.rwkv6.layer_kernels import Rwkv6LayerKernels
 from rwkv_batch.kernels.rwkv6.ops import Rwkv6Buffers
+from rwkv_batch.kernels.states.log import WkvLog
 from rwkv_batch.model.quantized import PLAIN, Quantisation
 from rwkv_batch.model.rwkv6.weights import Rwkv6Shape
 from rwkv_batch.model.state import State
@@ -47,8 +48,9 @@ class MemoryPlan:
     dtype      of the weights
     wkv_dtype  of the recurrent state
     buffers    bytes needed however many slots there are: kernels, sessions, prefixes
-    sampling   bytes of a slot beside its state
+    sampling   bytes of a slot beside its state and its log
     quant      how the large matrices are kept
+    log        whether steps keep a log beside states in fp16, counted also where there are too few slots for one
 
     Every slot may be a turn of a session: its checkpoints are counted, though a server without sessions does without them.
     """
@@ -60,6 +62,7 @@ class MemoryPlan:
     buffers: int = 0
     sampling: int = 0
     quant: Quantisation = PLAIN
+    log: bool = False
 
     @property
     def weights(self) -> int:
@@ -71,6 +74,12 @@ class MemoryPlan:
         """Bytes of one state, the shift taken as fp32."""
         return State.num_bytes(self.shape, 1, wkv_dtype=self.wkv_dtype)
 
+    @property
+    def beside(self) -> int:
+        """Bytes of a slot beside its state."""
+        logged = self.log and self.wkv_dtype == torch.float16 and isinstance(self.shape, ModelShape)
+        return self.sampling + (WkvLog.num_bytes(self.shape) if logged else 0)
+
     def slots(self, wanted: int, automatic: int, name: str) -> int:
         """Say what is needed and what is free, and return the number of slots; NoMemory when it does not fit.
 
@@ -78,7 +87,7 @@ class MemoryPlan:
         name       the checkpoint's, for messages
         """
         free, weights, state = free_memory(self.device), self.weights, self.state
-        slots, per_slot = wanted, state + self.sampling
+        slots, per_slot = wanted, state + self.beside
         if not slots:
             room = free - weights - self.buffers
             slots = max(1, min(automatic, room // STATE_SHARE // per_slot))
@@ -104,7 +113,7 @@ class MemoryPlan:
     def spare_slots(self, slots: int, share: float) -> int:
         """Return the number of spare slots beside `slots`: that share of them, rounded, and fewer where memory is short."""
         room = free_memory(self.device) - self.weights - self.buffers
-        fitting = room // (self.state * (1 + CHECKPOINTS) + self.sampling)
+        fitting = room // (self.state * (1 + CHECKPOINTS) + self.beside)
         spare = max(0, min(int(slots * share + 0.5), min(fitting, MAX_SLOTS) - slots))
         log.info("and %d spare slots", spare)
         return spare
@@ -114,7 +123,7 @@ class MemoryPlan:
         free = free_memory(self.device)
         if self.device.type == "cpu":
             return min(free // CPU_SHARE, CPU_BYTES)
-        left = free - self.weights - self.buffers - slots * (self.state * (1 + CHECKPOINTS) + self.sampling)
+        left = free - self.weights - self.buffers - slots * (self.state * (1 + CHECKPOINTS) + self.beside)
         least = kept_bytes(self.shape, self.wkv_dtype, LEAST_SESSIONS, LEAST_BYTES)
         return least + max(0, left) // SESSION_SHARE
 

@@ -153,8 +153,8 @@ class PrefillGraphs:
         num_tokens, num_rows = self._size(sum(lengths), len(slots))
         length = inputs_length(num_tokens, num_rows)
         self._staging.send(step_inputs(slots, prompts, num_sampled, num_tokens, num_rows, length), self._inputs)
-        self._graphs[num_tokens, num_rows].replay()
         self.state.advance(slots, lengths)
+        self._graphs[num_tokens, num_rows].replay()
         self.num_replays += 1
         logits = self._logits[num_tokens, num_rows]
         return Sampled(self._ids[:num_sampled], self._finite[:num_sampled]), logits[:num_sampled]

@@ -11,7 +11,7 @@ may write there. Every memory that steps use again, and what guards it:
                                     READBACKS places
     log-probabilities to the host   fresh pinned memory from torch, which is not given out again while a copy uses it
     controls, uncaptured inputs     pageable memory: CUDA has read it when the copy is submitted
-    slots to fill                   by value with the launch
+    slots to fill                   by value with the launch; those to flush: pageable memory
     snapshots from the host         never changed; torch keeps pinned memory that was let go until its copies are done
     snapshots on the device         never changed; `Copies.wait` tells the allocator of the stream that reads them
     snapshots to the host           `Copies.to_host` waits for the copy

@@ -23,6 +23,8 @@ PLANES_TO_MIX = (6, 1, 3, 2)  # the last two: RWKV-6's
 CHUNK = 16  # tokens that the matrix form of the recurrence takes at a time
 CHUNK_BYTES = 11136  # of a prepared one, as `Chunk` in cuda/wkv/wkv_spread.cuh
 SPREAD_TOKENS = 256  # of a row, on average, from which spreading a recurrence over the GPU pays; measured on an H200
+LOGGED_TOKENS = 2  # of a slot and layer at most; the next one has the state written. As in cuda/wkv/wkv_logged.cu
+LOGGED_BYTES = 768  # of one and a head, as `Logged` there
 STATE_TYPES = {torch.float32: 0, torch.float16: 1}  # as `Type` in cuda/common.cuh
 
 
@@ -59,6 +61,20 @@ class WkvLayer:
     norm_bias: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class LayerLog:
+    """The log of one layer.
+
+    entries   [S, H, LOGGED_TOKENS, LOGGED_BYTES] uint8
+    standing  [S, 2] int32, of all layers: how far each slot is
+    is_last   whether the layer is the last of a step, which says so there
+    """
+
+    entries: Tensor
+    standing: Tensor
+    is_last: bool
+
+
 class Mix:
     """The kernels on one device. `pdl`: a kernel may start while the one before it ends; then every kernel of the stream
     that touches the same memory must wait for its predecessor as these do (griddepcontrol.wait).
@@ -81,6 +97,7 @@ class Mix:
         self._wkv_scan = launcher.bind("rwkv_wkv_scan", *[POINTER] * 14, INT, *[POINTER] * 3, *[INT] * 3)
         self._wkv_chunks = None
         if torch.version.hip is None:
+            self._wkv_logged = launcher.bind("rwkv_wkv_decode_logged", *[POINTER] * 18, *[INT] * 5)
             self._wkv_chunks = launcher.bind("rwkv_wkv_chunks", *[POINTER] * 14, INT, *[POINTER] * 3, *[INT] * 4)
         self._wkv_spread = None
         if self._hopper:
@@ -178,19 +195,38 @@ class Mix:
         self._launcher.launch(self._add_norm, *map(pointer, (x, y, index, weight, bias, out)), chosen, c, self._pdl)
 
     def wkv_decode(
-        self, inputs: WkvInputs, layer: WkvLayer, state: Tensor, slots: Tensor, out: Tensor, *, inputs_ready: bool = False
+        self,
+        inputs: WkvInputs,
+        layer: WkvLayer,
+        state: Tensor,
+        slots: Tensor,
+        out: Tensor,
+        *,
+        log: LayerLog | None = None,
+        inputs_ready: bool = False,
     ) -> None:
         """One token for each row: from the recurrence's inputs to out [B, C], what goes into the output matrix.
 
         state         [S, H, 64 value, 64 key] fp16 or fp32, updated in place; slots [B] int64.
-        inputs_ready  promises that whatever wrote `state` and `slots` had ended before the preceding kernel began
+        log           of `state`, then fp16, where most slots' tokens go instead; None: it has no token of these slots
+        inputs_ready  promises that whatever wrote `state`, `log` and `slots` had ended before the preceding kernel began
         """
         n, c = out.shape
         self._check_wkv(inputs, layer, state, out)
         self._check(slots=(slots, torch.int64, (n,)))
-        arguments = (pointer(state), STATE_TYPES[state.dtype], pointer(slots), pointer(out))
         sizes = (n, c // HEAD_SIZE, inputs_ready, self._pdl)
-        self._launcher.launch(self._wkv_decode, *self._wkv_pointers(inputs, layer), *arguments, *sizes)
+        if log is None:
+            arguments = (pointer(state), STATE_TYPES[state.dtype], pointer(slots), pointer(out))
+            self._launcher.launch(self._wkv_decode, *self._wkv_pointers(inputs, layer), *arguments, *sizes)
+            return
+        entries = (*state.shape[:2], LOGGED_TOKENS, LOGGED_BYTES)
+        self._check(
+            state=(state, torch.float16, state.shape),
+            entries=(log.entries, torch.uint8, entries),
+            standing=(log.standing, torch.int32, (len(state), 2)),
+        )
+        arguments = map(pointer, (state, log.entries, log.standing, slots, out))
+        self._launcher.launch(self._wkv_logged, *self._wkv_pointers(inputs, layer), *arguments, log.is_last, *sizes)
 
     def wkv_prefill(
         self,

@@ -32,6 +32,7 @@ from rwkv_batch.kernels.quant.dequantise import Dequantiser
 from rwkv_batch.kernels.quant.few_tokens import QuantLinear
 from rwkv_batch.kernels.quant.many_tokens import ManyTokens
 from rwkv_batch.kernels.quant.matrix import QuantMatrix, quant_format
+from rwkv_batch.kernels.states.log import WkvLog
 from rwkv_batch.kernels.variants import (
     CUBLAS,
     GEMM,
@@ -132,11 +133,7 @@ class Buffers:
 
 
 class KernelOps:
-    """All ops, for one set of weights on one GPU.
-
-    max_tokens  of a step
-    max_rows    whose logits a step may ask for
-    """
+    """All ops, for one set of weights on one GPU, and steps of `max_tokens` that ask for the logits of `max_rows`."""
 
     def __init__(self, weights: Weights, launcher: Launcher, *, max_tokens: int, max_rows: int):
         self.launcher = launcher
@@ -151,6 +148,7 @@ class KernelOps:
         self._chosen: dict[tuple[Product, int], Variant] = {}  # by product and tokens
         self._now = self.buffers.all  # of the step that runs
         self._layout: RowLayout | None = None  # of a prefill step
+        self.log: WkvLog | None = None  # of the states that captured steps change
 
     def make_products(self, shape: ModelShape, max_tokens: int) -> None:
         """Make ready what multiplies."""
@@ -207,7 +205,8 @@ class KernelOps:
         self.attention_inputs(mixed, layer)
         inputs = WkvInputs(*b.rkv.unbind(), b.w_raw, b.a, None if v_first is None else b.v_mix, b.g, b.v_first)
         if self._layout is None:
-            self.mix.wkv_decode(inputs, layer.wkv, wkv_state, rows.slot_tensor, b.heads, inputs_ready=True)
+            log = self.log and self.log.of(wkv_state, rows)
+            self.mix.wkv_decode(inputs, layer.wkv, wkv_state, rows.slot_tensor, b.heads, log=log, inputs_ready=True)
         else:
             self.mix.wkv_prefill(inputs, layer.wkv, wkv_state, self._layout, b.heads, room=self.buffers.all.mixed)
         self.product("output", b.heads, layer.output, b.y)

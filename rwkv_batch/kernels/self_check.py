@@ -21,7 +21,7 @@ from rwkv_batch.kernels.layer_kernels import PLANES, MatrixKernels
 from rwkv_batch.kernels.mix import SPREAD_TOKENS
 from rwkv_batch.kernels.ops import KernelOps
 from rwkv_batch.kernels.rwkv6 import self_check as rwkv6
-from rwkv_batch.kernels.state_fill import StateFill
+from rwkv_batch.kernels.states.fill import StateFill
 from rwkv_batch.kernels.variants import Method, Product, Variant
 from rwkv_batch.model import reference_ops
 from rwkv_batch.model.packed_rows import CapturedRows, PackedRows

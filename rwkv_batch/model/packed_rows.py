@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
@@ -24,6 +25,7 @@ class PackedRows:
     slots: list[int]
     lengths: list[int]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    is_captured: ClassVar[bool] = False
 
     @cached_property
     def is_decode(self) -> bool:
@@ -92,6 +94,7 @@ class CapturedRows:
     """
 
     slots = lengths = ()  # what the host knows
+    is_captured = True
 
     def __init__(self, slot_tensor: torch.Tensor, layout: "RowLayout | None", last_token_index: torch.Tensor | None):
         self.slot_tensor = slot_tensor

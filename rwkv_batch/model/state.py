@@ -23,6 +23,21 @@ class Fill(Protocol):
         """Overwrite them, each with its own."""
 
 
+class Log(Protocol):
+    """Tokens that some slots have seen but their recurrent matrices do not hold yet.
+
+    least_rows  of a captured decode step that keeps its tokens there; every other step wants the matrices whole
+    """
+
+    least_rows: int
+
+    def flush(self, slots: Sequence[int]) -> None:
+        """Take what is kept of these slots into their matrices."""
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Drop what is kept of these slots, whose matrices are overwritten."""
+
+
 @dataclass(frozen=True, eq=False)
 class Snapshot:
     """An immutable copy of one sequence's state after `elapsed` tokens."""
@@ -58,6 +73,9 @@ class State:
     elapsed   S ints              tokens seen, counted on the host
 
     fill      the kernels that overwrite and copy slots; None = torch does it
+
+    Where a log is kept (`keep_log`), `wkv` may lack the last tokens of a slot: whoever reads it without the methods here calls
+    `flush` before.
     """
 
     def __init__(
@@ -82,6 +100,8 @@ class State:
         self.channel_shift = self.shift[:, 1].unbind()
         self.layer_wkv = self.wkv.unbind()  # L times [S, H, 64, 64]
         self._fill = fill
+        self._log: Log | None = None
+        self._unflushed: set[int] = set()  # slots of which the log may hold something
         self._shift_rows = self.shift.flatten(0, 1)  # [2 L, S, C]
         self._wkv_rows = self.wkv.flatten(2)  # [L, S, H * 64 * 64]
         self._expected = (self.shift[:, :, 0].shape, self.wkv[:, 0].shape)
@@ -106,6 +126,7 @@ class State:
 
     def clear(self, slots: Sequence[int]) -> None:
         """Overwrite the slots with the state before the first token (0 × NaN would stay NaN, so nothing is multiplied)."""
+        self._forget(slots)
         if self._fill is not None:
             self._fill(slots, shift=(self._shift_rows, None), wkv=(self._wkv_rows, None))
         else:
@@ -115,19 +136,51 @@ class State:
         for slot in slots:
             self.elapsed[slot] = 0
 
-    def advance(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Count the tokens that a step feeds."""
+    def keep_log(self, log: Log) -> None:
+        """Have decode steps of many rows keep their tokens in `log` from now on."""
+        self._log = log
+        self._unflushed = set(range(self.num_slots))  # steps are tried out without saying so, until all slots are cleared
+
+    def logs(self, num_rows: int) -> bool:
+        """Whether a captured decode step of so many rows, padding included, keeps its tokens in a log."""
+        return self._log is not None and num_rows >= self._log.least_rows
+
+    def advance(self, slots: Sequence[int], lengths: Sequence[int], *, logged: bool = False) -> None:
+        """Before a step: count the tokens it feeds, and flush its slots. `logged`: it reads the log itself, and adds to it."""
+        if logged and self._log is not None:
+            self._unflushed.update(slots)
+        else:
+            self.flush(slots)
         for slot, length in zip(slots, lengths, strict=True):
             self.elapsed[slot] += length
 
+    def flush(self, slots: Sequence[int]) -> None:
+        """See to it that `wkv` holds all tokens of these slots, behind the steps submitted so far."""
+        if waiting := self._taken_off(slots):
+            self._log.flush(waiting)
+
+    def _forget(self, slots: Sequence[int]) -> None:
+        """Drop what the log holds of these slots, whose states are about to be overwritten."""
+        if waiting := self._taken_off(slots):
+            self._log.forget(waiting)
+
+    def _taken_off(self, slots: Sequence[int]) -> list[int]:
+        if not self._unflushed:
+            return []
+        waiting = self._unflushed.intersection(slots)
+        self._unflushed -= waiting
+        return sorted(waiting)
+
     def take(self, slot: int) -> Snapshot:
         """Return a copy of one slot."""
+        self.flush([slot])
         return Snapshot(self.shift[:, :, slot].clone(), self.wkv[:, slot].clone(), self.elapsed[slot])
 
     def take_many(self, slots: Sequence[int]) -> list[Snapshot]:
         """Return a copy of each slot, with as many launches as for one."""
         if self._fill is None:
             return [self.take(slot) for slot in slots]
+        self.flush(slots)
         layers, heads = self.shape.num_layers, self.wkv.shape[2:]
         shift = [self.shift.new_empty(layers, 2, self.shape.width) for _ in slots]
         wkv = [self.wkv.new_empty(layers, *heads) for _ in slots]
@@ -143,12 +196,15 @@ class State:
         self._check(snapshot)
         if self._fill is not None:
             shift, wkv = snapshot.shift.to(self.shift).contiguous(), snapshot.wkv.to(self.wkv).contiguous()
+            self._forget(slots)
             self._fill(slots, shift=(self._shift_rows, shift.flatten(0, 1)), wkv=(self._wkv_rows, wkv.flatten(1)))
         elif len(slots) == 1:
+            self._forget(slots)
             self.shift[:, :, slots[0]] = snapshot.shift
             self.wkv[:, slots[0]] = snapshot.wkv
         else:
             index = self._index(slots)
+            self._forget(slots)
             self.shift[:, :, index] = snapshot.shift.to(self.shift).unsqueeze(2)
             self.wkv[:, index] = snapshot.wkv.to(self.wkv).unsqueeze(1)
         for slot in slots:
@@ -164,6 +220,7 @@ class State:
             self._check(snapshot)
         shift = [snapshot.shift.to(self.shift).contiguous() for snapshot in snapshots]
         wkv = [snapshot.wkv.to(self.wkv).contiguous() for snapshot in snapshots]
+        self._forget(slots)
         self._fill.put(slots, shift=(self._shift_rows, shift), wkv=(self._wkv_rows, wkv))
         for slot, snapshot in zip(slots, snapshots, strict=True):
             self.elapsed[slot] = snapshot.elapsed

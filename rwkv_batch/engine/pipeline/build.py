@@ -27,7 +27,8 @@ from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.autotune import IN_PLACE_ROWS, Autotuner
 from rwkv_batch.kernels.launch import Launcher
 from rwkv_batch.kernels.quant.matrix import quant_format
-from rwkv_batch.kernels.state_fill import StateFill
+from rwkv_batch.kernels.states.fill import StateFill
+from rwkv_batch.kernels.states.log import WkvLog
 from rwkv_batch.kernels.variants import PRODUCTS
 from rwkv_batch.model.architectures import Shape
 from rwkv_batch.model.packed_rows import CapturedRows
@@ -214,6 +215,8 @@ class StageBuilder:
             ops = KernelStageOps(own, launcher, max_tokens=self.room, **limits)
             fill, types = StateFill(launcher), {"shift_dtype": torch.float16, "wkv_dtype": self.wkv_dtype}
             state = State(own.shape, self.num_slots, **types, device=device, fill=fill)
+            if self.config.wkv_log:
+                WkvLog.beside(state, ops)
             if self._is_last(i):
                 options = {"last_ids": state.last_ids, "max_bias": self.config.max_logit_bias}
                 ids = self.weights.output_ids

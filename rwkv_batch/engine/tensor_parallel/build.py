@@ -18,7 +18,8 @@ from rwkv_batch.errors import UsageError
 from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.autotune import IN_PLACE_ROWS, Autotuner
 from rwkv_batch.kernels.launch import Launcher
-from rwkv_batch.kernels.state_fill import StateFill
+from rwkv_batch.kernels.states.fill import StateFill
+from rwkv_batch.kernels.states.log import WkvLog
 from rwkv_batch.kernels.tensor_parallel.exchange import KernelExchange
 from rwkv_batch.kernels.tensor_parallel.links import check_sums, connect
 from rwkv_batch.kernels.tensor_parallel.ops import ShardOps
@@ -184,6 +185,8 @@ def _on_cards(
             fill, dtypes = StateFill(launcher), {"shift_dtype": torch.float16, "wkv_dtype": wkv_dtype}
             states.append(State(own.shape, num_slots, **dtypes, device=launcher.device, fill=fill))
             ranks.append(Rank(own, ShardOps(own, launcher, **limits)))
+            if config.wkv_log:
+                WkvLog.beside(states[-1], ranks[-1].ops)
             if len(ranks) == 1:  # the others' products begin with what was found for rank 0's
                 prompts = [] if config.batch_invariant else prefill_sizes(max_tokens)
                 _tune(ranks[0], states[0], sorted({*sizes, *prompts}), len(own.embedding))

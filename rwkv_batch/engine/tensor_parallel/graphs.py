@@ -151,8 +151,8 @@ class ShardedDecodeGraphs:
         if drawn != self._current_drawn:
             self._drawn_slots.send(drawn)
             self._current_drawn = drawn
+        self.state.advance(slots, [1] * num_rows, logged=self.state.logs(size))
         self._graphs.replay(size)
-        self.state.advance(slots, [1] * num_rows)
         self.num_replays += 1
         return Sampled(self._ids[:num_sampled], self._finite[:num_sampled]), self._logits[size][:num_rows]
 
@@ -216,8 +216,8 @@ class ShardedPrefillGraphs:
         num_rows = self.rows[bisect.bisect_left(self.rows, len(slots))]
         length = inputs_length(num_tokens, num_rows)
         self._inputs.send(step_inputs(slots, prompts, num_sampled, num_tokens, num_rows, length))
-        self._graphs.replay((num_tokens, num_rows))
         self.state.advance(slots, lengths)
+        self._graphs.replay((num_tokens, num_rows))
         self.num_replays += 1
         logits = self._logits[num_tokens, num_rows]
         return Sampled(self._ids[:num_sampled], self._finite[:num_sampled]), logits[:num_sampled]

@@ -16,7 +16,8 @@ class ShardedState:
     shape  of the whole model
     ranks  the arrays of each, of the shape of its shard
 
-    `last_ids` and the counts of tokens are rank 0's, which samples; so are `shift` and `wkv`, for their types and device.
+    `last_ids` and the counts of tokens are rank 0's, which samples; so are `shift` and `wkv`, for their types and device. Every
+    rank keeps a log of its own.
     """
 
     def __init__(self, shape: ModelShape, ranks: Sequence[State]):
@@ -40,9 +41,15 @@ class ShardedState:
             with current(state.wkv.device):
                 state.clear(slots)
 
-    def advance(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+    def logs(self, num_rows: int) -> bool:
+        """See `State.logs`."""
+        return self.ranks[0].logs(num_rows)
+
+    def advance(self, slots: Sequence[int], lengths: Sequence[int], *, logged: bool = False) -> None:
         """See `State.advance`."""
-        self.ranks[0].advance(slots, lengths)
+        for state in self.ranks:
+            with current(state.wkv.device):
+                state.advance(slots, lengths, logged=logged)
 
     def take(self, slot: int) -> Snapshot:
         """Return a copy of one slot."""
