@@ -87,7 +87,7 @@ class Config:
         "auto", "model", "which sampler; auto: rapid on a GPU; flashinfer: its filters for v2"
     )
     wkv_state: Literal["auto", "fp32", "fp16"] = setting("auto", "model", "type of states; auto: fp16 with kernels, else fp32")
-    wkv_log: bool = setting(True, "model", "steps of many rows write few states and log the rest, see docs/kernels.md")
+    wkv_log: bool = setting(False, "model", "Hopper: steps of many rows write few states and log the rest: docs/kernels.md")
     compile: str | None = setting(
         None, "model", "plain operations through torch.compile, without a mode: max-autotune-no-cudagraphs", bare=COMPILE_MODE
     )
