@@ -87,7 +87,7 @@ class Pipeline:
         slots = self.app.client.info.slots * len(self.app.client.links)
         most_bytes = self.app.config.batch_window_mib * 2**20
         while not self.stopping and (
-            len(self._suspects)
+            self._suspects.are_left
             or self.app.num_rows >= ROWS_PER_SLOT * slots + MORE_ROWS
             or len(self._tasks) >= ROWS_PER_SLOT * slots + MORE_ROWS
             or self._num_bytes + self.answers.num_held >= most_bytes
@@ -158,36 +158,42 @@ class Pipeline:
         """
         failures = 0
         is_tried = is_alone = has_failed = False
-        while True:
-            context = RequestContext(self.app, "POST", call.url, {}, body=call.body, form="openai")
-            context.body_bytes = call.num_bytes
-            try:
-                check_body(call)
-                return context.id, await call.handler(context)
-            except (Unavailable, Overloaded) as error:
-                if self.stopping:
-                    return None
-                log.debug("%s is tried again: %s", context.id, error)
-                await asyncio.sleep(TICK_SECONDS)
-                if error.code in GONE:
-                    is_lost = has_failed or was_lost(context)
-                    if is_lost and is_alone:
-                        return context.id, self._ends_engine(line)
-                    is_alone = await self._suspects.turn(was_tried=is_lost and is_tried)
-                    is_tried, failures, has_failed = True, 0, False
-                if self.stopping:
-                    return None
-                await self._engine()
-            except EngineFailed as error:
-                failures += 1
-                has_failed = True  # perhaps because the engine ends: then it refuses the next request
-                if failures == TRIES:
+        try:
+            while True:
+                context = RequestContext(self.app, "POST", call.url, {}, body=call.body, form="openai")
+                context.body_bytes = call.num_bytes
+                try:
+                    check_body(call)
+                    return context.id, await call.handler(context)
+                except (Unavailable, Overloaded) as error:
+                    if self.stopping:
+                        return None
+                    log.debug("%s is tried again: %s", context.id, error)
+                    await asyncio.sleep(TICK_SECONDS)
+                    if error.code in GONE:
+                        is_lost = has_failed or was_lost(context)
+                        if is_lost and is_alone:
+                            return context.id, self._ends_engine(line)
+                        if is_tried:
+                            self._suspects.leave()
+                        is_alone = await self._suspects.turn(was_tried=is_lost and is_tried)
+                        is_tried, failures, has_failed = True, 0, False
+                    if self.stopping:
+                        return None
+                    await self._engine()
+                except EngineFailed as error:
+                    failures += 1
+                    has_failed = True  # perhaps because the engine ends: then it refuses the next request
+                    if failures == TRIES:
+                        return context.id, error_reply(error, "openai")
+                except RwkvBatchError as error:
                     return context.id, error_reply(error, "openai")
-            except RwkvBatchError as error:
-                return context.id, error_reply(error, "openai")
-            except Exception:
-                log.exception("%s failed", context.id)
-                return context.id, error_reply(EngineFailed("internal error", code="internal"), "openai")
+                except Exception:
+                    log.exception("%s failed", context.id)
+                    return context.id, error_reply(EngineFailed("internal error", code="internal"), "openai")
+        finally:
+            if is_tried:
+                self._suspects.leave()
 
     def _ends_engine(self, line: Line) -> Response:
         """What is said of a line that the engine was lost with alone."""

@@ -22,6 +22,12 @@ class Suspects:
     def __init__(self) -> None:
         self._lost: list[_Suspect] = []  # with the engine that ended last
         self._groups: deque[list[_Suspect]] = deque()  # that are still to go
+        self._num_going = 0
+
+    @property
+    def are_left(self) -> bool:
+        """Whether one waits or goes again, so that nothing else may begin."""
+        return bool(self._num_going or len(self))
 
     def __len__(self) -> int:
         """How many wait."""
@@ -35,6 +41,10 @@ class Suspects:
         suspect = _Suspect(asyncio.get_running_loop().create_future(), was_tried)
         self._lost.append(suspect)
         return await suspect.turn
+
+    def leave(self) -> None:
+        """One whose turn it was is answered, or waits for another."""
+        self._num_going -= 1
 
     def release(self, num_open: int) -> None:
         """Have the next group go, if all of the `num_open` requests in progress wait here."""
@@ -57,3 +67,4 @@ class Suspects:
         for suspect in group:
             if not suspect.turn.done():
                 suspect.turn.set_result(len(group) == 1)
+                self._num_going += 1
