@@ -10,14 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_hip import logits_of_two_rows
 
 from rwkv_batch.kernels import compiler, self_check
-from rwkv_batch.kernels.hip.ops import AdaptedHipOps, HipOps
 from rwkv_batch.kernels.launch import Launcher
-from rwkv_batch.model.adapters.bank import AdapterBank
-from rwkv_batch.model.packed_rows import PackedRows
-from rwkv_batch.model.rwkv7 import Model
-from rwkv_batch.model.state import State
 from rwkv_batch.shipped import folder
 
 pytestmark = pytest.mark.gpu
@@ -71,20 +67,8 @@ def test_the_check_with_quantised_matrices(launcher, quant):
     assert self_check.failing(launcher, torch.float16, quant=quant) == []
 
 
-@torch.inference_mode()
 def test_rows_may_have_adapters(launcher):
     """What one row has changes nothing of the other."""
-    weights = self_check.random_weights(launcher.device)
-    plain = HipOps(weights, launcher, max_tokens=2, max_rows=2)
-    bank = AdapterBank(weights, 8, 2, only_adding=True)
-    for banks in bank.layers:
-        for name in ("rkv", "output", "ffn_key", "ffn_value"):
-            banks[name].down.fill_(0.02), banks[name].up.fill_(0.02)
-    bank.owner[:4], bank.of_slot[1] = 1, 1
-    found = []
-    for ops in (plain, AdaptedHipOps(plain, bank)):
-        state = State(weights.shape, 2, shift_dtype=torch.float16, wkv_dtype=torch.float16, device=launcher.device)
-        tokens, rows = torch.tensor([3, 3], device=launcher.device), PackedRows([0, 1], [1, 1], launcher.device)
-        found.append(Model(weights, ops).forward(tokens, rows, state).clone())
-    assert torch.equal(found[0][0], found[1][0])
-    assert not torch.allclose(found[0][1], found[1][1], atol=0.01)
+    plain, adapted = logits_of_two_rows(launcher)
+    assert torch.equal(plain[0], adapted[0])
+    assert not torch.allclose(plain[1], adapted[1], atol=0.01)

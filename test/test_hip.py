@@ -178,10 +178,18 @@ def test_bounds_of_halves_are_rounded_up(launcher):
     assert sampler.sample(logits, torch.tensor([0]), [0]).ids.tolist() == [int(logits.argmax())]
 
 
-@torch.inference_mode()
 def test_rows_may_have_adapters(launcher):
     """What one row has changes nothing of the other."""
-    weights = self_check.random_weights(launcher.device)
+    plain, adapted = logits_of_two_rows(launcher)
+    assert torch.equal(plain[0], adapted[0])
+    assert not torch.allclose(plain[1], adapted[1], atol=0.01)
+
+
+@torch.inference_mode()
+def logits_of_two_rows(launcher) -> list[torch.Tensor]:
+    """Without adapters, and with one that the second row has."""
+    device = launcher.device
+    weights = self_check.random_weights(device)
     plain = HipOps(weights, launcher, max_tokens=2, max_rows=2)
     bank = AdapterBank(weights, 8, 2, only_adding=True)
     for banks in bank.layers:
@@ -190,10 +198,10 @@ def test_rows_may_have_adapters(launcher):
     bank.owner[:4], bank.of_slot[1] = 1, 1
     found = []
     for ops in (plain, AdaptedHipOps(plain, bank)):
-        state = State(weights.shape, 2, shift_dtype=HALF, wkv_dtype=HALF)
-        found.append(Model(weights, ops).forward(torch.tensor([3, 3]), PackedRows([0, 1], [1, 1]), state).clone())
-    assert torch.equal(found[0][0], found[1][0])
-    assert not torch.allclose(found[0][1], found[1][1], atol=0.01)
+        state = State(weights.shape, 2, shift_dtype=HALF, wkv_dtype=HALF, device=device)
+        tokens, rows = torch.tensor([3, 3], device=device), PackedRows([0, 1], [1, 1], device)
+        found.append(Model(weights, ops).forward(tokens, rows, state).clone())
+    return found
 
 
 # The engine.

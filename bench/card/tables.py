@@ -8,7 +8,6 @@ cells            the newest of them, beside what is asked for, the goal and the 
 layers           where a layer's time goes (`bench/card/layers.py`)
 fixed            what a layer takes beyond its floor when it has few rows
 h100             an H100 with its own kernels and with those for older cards
-start, pace      `bench/served/start.py`, `bench/served/pace.py`
 """
 
 import json
@@ -178,44 +177,8 @@ def h100() -> str:
     return table(["tokens/s", *map(step_name, STEPS)], rows)
 
 
-def start() -> str:
-    found, rows = result("start-h200"), []
-    names = {"cold": "a card never seen", "shipped": "the same, its choices shipped", "later": "later starts"}
-    marks = ("weights", "built", "checked", "tuned", "captured", "first_token_s")
-    for name, words in names.items():
-        rows.append([words, *(f"{found[name][mark]:.1f}" if mark in found[name] else "" for mark in marks)])
-    return table(["", "weights on the GPU", "kernels built", "checked", "tuned", "graphs captured", "first token"], rows)
-
-
-def pace() -> str:
-    rows = []
-    for run in result("pace-h200")["runs"]:
-        beside, alone, first, burst = (
-            run[name] for name in ("gap_beside_ms", "gap_alone_ms", "first_token_of_prompts_ms", "burst")
-        )
-        label = "none" if run["label"] == "0" else run["label"]
-        gaps = [
-            f"{alone['p50']:.1f} / {alone['p99']:.1f}",
-            f"{beside['p50']:.1f} / {beside['p99']:.1f}",
-            f"{first['p50']:,.0f}",
-        ]
-        waits = [f"{burst['ttft_ms'][p]:.0f}" for p in ("p50", "p99")]
-        rows.append([label, *gaps, *waits, f"{burst['itl_ms']['p99']:.0f}"])
-    head = [
-        "`--itl-budget-ms`",
-        "gap alone",
-        "beside the prompt",
-        "its first token",
-        "burst: first token p50",
-        "p99",
-        "gap p99",
-    ]
-    return table(head, rows)
-
-
 TABLES: dict[str, Callable[[], str]] = {
-    "decode": decode, "prefill": prefill, "cells": cells, "layers": layers, "fixed": fixed, "h100": h100, "start": start,
-    "pace": pace,
+    "decode": decode, "prefill": prefill, "cells": cells, "layers": layers, "fixed": fixed, "h100": h100,
 }  # fmt: skip
 
 if __name__ == "__main__":
