@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,2,4,8,16,32,64,128,256,320,512,960")
     parser.add_argument("--prefill", default="1x128,1x1024,1x4096,8x1024,32x512")
     parser.add_argument("--wkv-state", choices=("fp16", "fp32"), default="fp16")
+    parser.add_argument("--wkv-log", action="store_true", help="steps of many rows log most tokens instead of writing states")
     parser.add_argument("--quant", choices=("none", *FORMATS), default="none", help="how the large matrices are kept")
     parser.add_argument("--arch", help="build the kernels for this older architecture")
     parser.add_argument("--iters", type=int, default=20)
@@ -89,7 +90,12 @@ class Bench:
         self.load_seconds = time.monotonic() - started
         slots = max([*batches, *(count for count, _ in prefills)])
         tokens = max([count * length for count, length in prefills] + [slots])
-        config = Config(ops="kernels", wkv_state=args.wkv_state, batch_invariant=not prefills)  # then none are captured
+        config = Config(
+            ops="kernels",
+            wkv_state=args.wkv_state,
+            wkv_log=args.wkv_log,
+            batch_invariant=not prefills,  # then none are captured
+        )
         self.engine = build.build_engine(
             config,
             weights,
@@ -99,7 +105,7 @@ class Bench:
             graph_sizes=batches or [slots],
         )
         self.model, self.state = self.engine.model, self.engine.state
-        self.name = " ".join(part for part in (name, quant.format, args.arch) if part)
+        self.name = " ".join(part for part in (name, quant.format, args.arch, args.wkv_log and "wkv-log") if part)
         generator = torch.Generator(device=self.device).manual_seed(1)
         self.tokens = torch.randint(1, 60000, (tokens,), generator=generator, device=self.device)
         params = SamplingParams(temperature=1.0, top_k=50, top_p=0.6, ignore_eos=True)
