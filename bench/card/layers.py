@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="0.1b,1.5b,7.2b")
     parser.add_argument("--batches", default="1,8,64,320,960")
     parser.add_argument("--prefill", default="1x1024,32x512")
+    parser.add_argument("--wkv-log", action="store_true", help="as bench/engine.py")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if unknown := {*args.sizes.split(",")} - {*SIZES}:
@@ -64,8 +65,8 @@ def main() -> None:
     batches = [int(batch) for batch in args.batches.split(",") if batch]
     prefills = [tuple(map(int, shape.split("x"))) for shape in args.prefill.split(",") if shape]
     for size in args.sizes.split(","):
-        options = Namespace(size=size, model_path=None, wkv_state="fp16", quant="none", arch=None, iters=5, out=None)
-        steps = of_model(Bench(options, batches, prefills), batches, prefills)
+        kept = {"model_path": None, "wkv_state": "fp16", "wkv_log": args.wkv_log, "quant": "none", "arch": None}
+        steps = of_model(Bench(Namespace(size=size, iters=5, out=None, **kept), batches, prefills), batches, prefills)
         for label, step in steps.items():
             parts = ", ".join(f"{part} {us}" for part, us in step["us"].items())
             print(f"{size} {label}: layer {step['layer_us']} us in {step['launches']} launches; {parts}")
