@@ -268,7 +268,8 @@ def measure_steps(sessions: Sessions, iters: int) -> dict[str, float]:
 @torch.inference_mode()
 def measure_rows(size: str, args: argparse.Namespace) -> dict:
     """What it costs a step that its rows start in it."""
-    model = argparse.Namespace(size=size, model_path=None, wkv_state=args.wkv_state, iters=args.iters)
+    kept = {"model_path": None, "wkv_log": False, "quant": "none", "arch": None}
+    model = argparse.Namespace(size=size, wkv_state=args.wkv_state, iters=args.iters, **kept)
     engine = Bench(model, [ROWS], [(ROWS, 1)]).engine
     params = SamplingParams(top_k=50, top_p=0.6, ignore_eos=True)
     request = Request(id="rows", prompts=[[5]], copies=ROWS, sampling=params, max_tokens=9)
