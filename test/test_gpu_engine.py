@@ -1,6 +1,7 @@
 """The GPU engine against the reference ops in fp32 on the same weights, and against itself in other company."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from models import ROOT
 from bench.synth_checkpoint import synth
 from rwkv_batch.config import Config
 from rwkv_batch.engine import build
+from rwkv_batch.engine.decode_graphs import DecodeGraphs
 from rwkv_batch.engine.engine import Engine, Step
 from rwkv_batch.engine.prefill_graphs import TOKENS
 from rwkv_batch.kernels import compiler, self_check
@@ -312,6 +314,24 @@ def test_a_step_that_samples_nothing_is_waited_for():
     assert not busy.query(), "the host waited already when it submitted the step"
     engine.collect(step)
     assert busy.query()
+
+
+def test_steps_that_are_captured_wait_for_what_was_submitted_before():
+    """Capturing goes by a stream of its own, while the current one may still be filling slots and states."""
+    device, seen = torch.device("cuda", 0), []
+
+    def launch(*_, **__) -> None:
+        if not seen:  # before anything is captured
+            torch.cuda.current_stream().synchronize()
+            seen.append(filled.query())
+
+    model = SimpleNamespace(weights=SimpleNamespace(device=device), forward=lambda *_: torch.zeros(2, 4, device=device))
+    torch.cuda._sleep(500_000_000)
+    graphs = DecodeGraphs(model, SimpleNamespace(launch=launch), SimpleNamespace(num_slots=2), [2])
+    filled = torch.cuda.Event()
+    filled.record()
+    graphs.capture()
+    assert seen == [True]
 
 
 def test_the_start_check_finds_nothing_here():

@@ -33,16 +33,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=float, default=300, help="seconds after which it is given up")
     parser.add_argument("--out")
+    parser.add_argument("--log", help="write the server's log to this file, each line behind its second")
     parser.add_argument("flags", nargs="*")
     args = parser.parse_args()
-    found = measure(args.flags, args.limit)
+    lines: list[str] = []
+    try:
+        found = measure(args.flags, args.limit, lines)
+    finally:
+        if args.log:
+            Path(args.log).write_text("".join(lines))
     print(json.dumps(found, indent=1))
     if args.out:
         Path(args.out).write_text(json.dumps(found, indent=1) + "\n")
 
 
-def measure(flags: list[str], limit: float) -> dict[str, float]:
-    """Seconds after the start of app.py, of each mark the last line."""
+def measure(flags: list[str], limit: float, lines: list[str]) -> dict[str, float]:
+    """Seconds after the start of app.py, of each mark the last line; the log is added to `lines`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -54,6 +60,7 @@ def measure(flags: list[str], limit: float) -> dict[str, float]:
     def read() -> None:
         for line in server.stdout or ():
             seconds = round(time.monotonic() - began, 2)
+            lines.append(f"{seconds:6.2f} {line}")
             found.update({name: seconds for name, mark in MARKS.items() if re.search(mark, line)})
 
     reader = threading.Thread(target=read, daemon=True)

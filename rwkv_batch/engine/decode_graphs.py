@@ -62,6 +62,7 @@ class DecodeGraphs:
         """Capture every size, the largest first, so that the smaller ones find their memory in the pool."""
         started = time.monotonic()
         stream = torch.cuda.Stream(self._slots.device)
+        stream.wait_stream(torch.cuda.current_stream(self._slots.device))  # which may still be filling what a step reads
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
             with torch.cuda.stream(stream):
