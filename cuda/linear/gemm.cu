@@ -44,8 +44,9 @@ struct Shape {
     __host__ __device__ int weight_tiles() const { return m_tiles * batch + beside.tile[GROUPS]; }
 };
 
-// Thread blocks of wide tiles have a whole loading warpgroup, whose registers the others get; else one loading warp.
-__host__ __device__ constexpr int threads(int bm, int bn) { return bm * 2 + (bn <= 64 ? 32 : 128); }
+// Thread blocks of wide tiles have a whole loading warpgroup, whose registers the others get; else one warp for each loader.
+constexpr int LOADERS = 2;  // threads that ask the copy engine: one alone does not keep the memory busy
+__host__ __device__ constexpr int threads(int bm, int bn, int loaders = LOADERS) { return bm * 2 + (bn <= 64 ? 32 * loaders : 128); }
 __host__ __device__ constexpr int stage_bytes(int bm, int bn) { return (bm + bn) * BK * 2; }
 __host__ __device__ constexpr int epilogue_tokens(int bn) { return bn < 64 ? bn : 64; }
 __host__ __device__ constexpr int float_pitch(int bm) { return bm + 4; }  // fp32 row of the partial sums
@@ -115,8 +116,8 @@ struct Tile {
 
 struct Ring {
     int stage = 0, parity = 0;
-    __device__ __forceinline__ void advance(int stages) {
-        if (++stage == stages) stage = 0, parity ^= 1;
+    __device__ __forceinline__ void advance(int stages, int by = 1) {  // by at most `stages`
+        if ((stage += by) >= stages) stage -= stages, parity ^= 1;
     }
 };
 
@@ -126,11 +127,11 @@ struct Barriers {
 
 enum Source : int { STRAIGHT, TRANSPOSED, BESIDE };  // of weights: [M, K], [K, M], those beside the main ones
 
-// The loading warp, of which one thread works.
-template <int BM, int BN>
+// A loading warp, of which one thread works: every ALL-th stage is its own.
+template <int BM, int BN, int ALL>
 __device__ __forceinline__ void load(
     const CUtensorMap& w_map, const CUtensorMap& x_map, const CUtensorMap& beside_map, const Shape& p, const Work& work,
-    char* stages, Barriers& barriers
+    char* stages, Barriers& barriers, int loader
 ) {
     // Up to 16 rows share the L2 cache with the sparse product (cuda/sparse.cu), which says so of its weights: whole steps were
     // slower on an H200 where all weights were to leave first.
@@ -161,33 +162,35 @@ __device__ __forceinline__ void load(
     if (elected())
         with_source(first, [&](auto source) {
 #pragma unroll 1
-            for (int i = 0; i < early; i++) load_w(source, i, first, work.k0 + i);
+            for (int i = loader; i < early; i += ALL) load_w(source, i, first, work.k0 + i);
         });
     // The next kernel may ask for its weights when all of this one's are asked for.
     const bool all = early == work.steps && work.first + work.stride >= work.tiles;
-    if (all) release_next();
+    if (all && loader == 0) release_next();
     __syncwarp();
     __syncthreads();
     if (p.split > 1) cluster_wait();
     if (!elected()) return;
     wait_for_previous();
 #pragma unroll 1
-    for (int i = 0; i < early; i++) load_x(i, first, work.k0 + i);
+    int i = loader;  // of the tile's steps
+    for (; i < early; i += ALL) load_x(i, first, work.k0 + i);
 
-    Ring ring{early % p.stages, early / p.stages};
-    for (int t = work.first; t < work.tiles; t += work.stride) {
+    Ring ring;
+    ring.advance(p.stages, i);
+    for (int t = work.first; t < work.tiles; t += work.stride, i -= work.steps) {
         const Tile tile(t, p, BM, BN);
         with_source(tile, [&](auto source) {
 #pragma unroll 1
-            for (int i = t == work.first ? early : 0; i < work.steps; i++) {
+            for (; i < work.steps; i += ALL) {
                 wait(&barriers.empty[ring.stage], ring.parity ^ 1);
                 load_w(source, ring.stage, tile, work.k0 + i);
                 load_x(ring.stage, tile, work.k0 + i);
-                ring.advance(p.stages);
+                ring.advance(p.stages, ALL);
             }
         });
     }
-    if (!all) release_next();
+    if (!all && loader == 0) release_next();
 }
 
 // This warpgroup's number: the first lane's, so that the compiler knows it for the same in all and keeps addresses where wgmma
@@ -311,7 +314,7 @@ __device__ __forceinline__ void store_shared(
 }
 
 // All tiles of one thread block.
-template <int BM, int BN>
+template <int BM, int BN, int ALL = LOADERS>
 __device__ __forceinline__ void multiply_tiles(
     const CUtensorMap& w_map, const CUtensorMap& x_map, const CUtensorMap& beside_map, const Shape& p, char* memory
 ) {
@@ -321,12 +324,14 @@ __device__ __forceinline__ void multiply_tiles(
     char* const space = stages + p.stages * stage_bytes(BM, BN);
     const Work work(p);
 
-    const bool loads = threadIdx.x / 32 == CONSUMERS / 32, clustered = p.split > 1;
-    if (loads && elected()) {
-        for (int i = 0; i < p.stages; i++) init_barrier(&barriers.full[i], 1), init_barrier(&barriers.empty[i], CONSUMERS / 32);
-        init_barrier(&barriers.shown, 1), init_barrier(&barriers.seen, p.split);
+    const int loader = int(threadIdx.x) / 32 - CONSUMERS / 32;
+    const bool loads = loader >= 0 && loader < ALL, clustered = p.split > 1;
+    if (loads && elected()) {  // each makes the barriers of the stages that it is the first to use, before the block has met
+        for (int i = loader; i < p.stages; i += ALL)
+            init_barrier(&barriers.full[i], 1), init_barrier(&barriers.empty[i], CONSUMERS / 32);
+        if (loader == 0) init_barrier(&barriers.shown, 1), init_barrier(&barriers.seen, p.split);
         publish_barriers();
-        prefetch_map(x_map);  // whose first use comes late
+        if (loader == 0) prefetch_map(x_map);  // whose first use comes late
     }
     __syncwarp();
     if (clustered) cluster_arrive_relaxed();
@@ -351,7 +356,7 @@ __device__ __forceinline__ void multiply_tiles(
     } else {
         if (BN > 64) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (loads) {
-            load<BM, BN>(w_map, x_map, beside_map, p, work, stages, barriers);
+            load<BM, BN, ALL>(w_map, x_map, beside_map, p, work, stages, barriers, loader);
         } else {
             __syncthreads();
             if (clustered) cluster_wait();
@@ -383,12 +388,12 @@ __global__ void __launch_bounds__(INPUTS_THREADS, 1)
     inputs(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ Shape p,
            const __grid_constant__ Pairs pairs) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    static_assert(threads(BM, BN) <= INPUTS_THREADS);
+    static_assert(threads(BM, BN, 1) <= INPUTS_THREADS);
     extern __shared__ __align__(128) char memory[];
     if (int(blockIdx.x) < pairs.blocks)
         lora_pairs<BN / 8>(pairs, blockIdx.x, reinterpret_cast<uint8_t*>(memory));
-    else if (threadIdx.x < threads(BM, BN))
-        multiply_tiles<BM, BN>(w_map, x_map, x_map, p, memory);
+    else if (threadIdx.x < threads(BM, BN, 1))
+        multiply_tiles<BM, BN, 1>(w_map, x_map, x_map, p, memory);
 #endif
 }
 
