@@ -12,7 +12,8 @@ constexpr int DECODE_ROWS = 2;     // rows that a block takes at once when there
 constexpr int MANY_ROWS = 128;     // which those are, of more than MANY_WIDTH columns
 constexpr int MANY_WIDTH = 1024;
 constexpr int MANY_THREADS = 256;  // of such a block, at most
-constexpr int MIN_BLOCKS = 2;    // of MAX_THREADS, that a multiprocessor should have room for
+constexpr int PREFILL_ROWS = 2;    // that a block of a prefill takes at once
+constexpr int PREFILL_WARPS = 16;  // that a multiprocessor has room for then
 
 __global__ void __launch_bounds__(MAX_THREADS) embed_kernel(
         const int64_t* ids, const int64_t* slots, const __half* table, float* x, int width) {
@@ -142,67 +143,178 @@ __global__ void __launch_bounds__(MANY_THREADS, 3) decode_many_kernel(
         if (slot[r] >= 0) store_halves_at_once(shift + slot[r] * width + place.column, normed[r]);
 }
 
+// What a warp takes next of x and y, its own columns of R tokens: copied to shared memory while it works on those before, and x
+// in another order than lanes hold it, so that each access asks for whole sectors. HIP has no such copies and reads late.
+template <int R>
+struct Coming {
+    static constexpr int CHUNKS = 3 * LANES;  // of 16 bytes: two a lane of x, one of y
+    static constexpr int BYTES_OF_WARP = R * CHUNKS * 16;
+    const float* x;
+    const __half* y;
+    uint4* memory;
+    int lane, width;
+    bool asks[3];  // for which of its chunks this lane asks
+
+    __device__ __forceinline__ Coming(const float* x, const __half* y, int begin, uint4* memory, const Place& place)
+        : x(x), y(y), memory(memory), lane(threadIdx.x % LANES), width(place.width) {
+        const int first_column = place.column - lane * EACH, end_column = (place.part + 1) * (width / place.parts);
+        asks[0] = first_column + lane * 4 < end_column;
+        asks[1] = first_column + (LANES + lane) * 4 < end_column;
+        asks[2] = y && place.live;
+        this->x += size_t(begin) * width + first_column + lane * 4;
+        if (y) this->y += size_t(begin) * width + place.column;
+        this->memory += threadIdx.x / LANES * R * CHUNKS;
+    }
+
+    // Otherwise what eight lanes read at once would lie in the same banks twice.
+    __device__ __forceinline__ static int swizzled(int chunk) { return chunk ^ (chunk / 8 & 1); }
+
+    // The next R tokens, of which `left` are there.
+    __device__ __forceinline__ void ask(int left) {
+#ifndef RWKV_HIP
+        __syncwarp();  // all lanes have taken what lies there
+#pragma unroll
+        for (int r = 0; r < R; r++)
+            if (r < left) {
+                uint4* const to = memory + r * CHUNKS;
+                if (asks[0]) copy(to + swizzled(lane), x + r * width);
+                if (asks[1]) copy(to + LANES + swizzled(lane), x + r * width + LANES * 4);
+                if (asks[2]) copy(to + 2 * LANES + lane, y + r * width);
+            }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        x += R * width;
+        if (y) y += R * width;
+#endif
+    }
+    __device__ __forceinline__ void wait() const {
+#ifndef RWKV_HIP
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        __syncwarp();
+#endif
+    }
+    // Token number r of those asked for, which is at `from`; only lanes with columns call these.
+    __device__ __forceinline__ void take(int r, const float* from, float (&v)[EACH]) const {
+#ifdef RWKV_HIP
+        load8(from, v);
+#else
+        const auto* here = reinterpret_cast<const float4*>(memory + r * CHUNKS);
+        const float4 a = here[swizzled(2 * lane)], b = here[swizzled(2 * lane + 1)];
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+#endif
+    }
+    __device__ __forceinline__ Halves take(int r, const __half* from) const {
+#ifdef RWKV_HIP
+        return load_halves_at_once(from);
+#else
+        return load_halves_at_once(reinterpret_cast<const __half*>(memory + r * CHUNKS + 2 * LANES + lane));
+#endif
+    }
+
+#ifndef RWKV_HIP
+    __device__ __forceinline__ static void copy(void* to, const void* from) {
+        const uint32_t address = uint32_t(__cvta_generic_to_shared(to));
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+    }
+#endif
+};
+
+#ifndef RWKV_HIP
+extern __shared__ uint4 coming_tokens[];
+#else
+constexpr uint4* coming_tokens = nullptr;
+#endif
+
 // Packed rows of any lengths; a block takes `run` tokens one after another, R at a time. The first token of a run is left to
 // edge_kernel unless it begins a row: its predecessor belongs to another block. previous_slot: for the first token of a row
 // the slot whose shift state comes before it, or -2 for none; -1 for the others.
-template <int K, int R>
-__global__ void __launch_bounds__(MAX_THREADS, R > 2 ? 1 : MIN_BLOCKS) prefill_kernel(
+template <int K, int R, int THREADS, int BLOCKS>
+__global__ void __launch_bounds__(THREADS, BLOCKS) prefill_kernel(
         float* x, const __half* y, const float* weight, const float* bias, const float* mix, const __half* shift,
         const int32_t* previous_slot, __half* normed_rows, __half* out, int tokens, int width, int run) {
     __shared__ Moments moments[2][R];
     const Place place(width, gridDim.x, blockIdx.x);
     if (place.parts > 1) cluster_arrive_relaxed();
-    float scale[EACH] = {}, offset[EACH] = {};
-    if (place.live) load8_now(weight + place.column, scale), load8_now(bias + place.column, offset);
+    const int begin = blockIdx.y * run, end = min(begin + run, tokens);
+    Coming<R> coming(x, y, begin, coming_tokens, place);
+    float scale[EACH] = {}, offset[EACH] = {}, ratio[2][EACH] = {};
+    if (place.live) {
+        load8_now(weight + place.column, scale), load8_now(bias + place.column, offset);
+        if (K == 1) load8_now(mix + place.column, ratio[0]);
+    }
     release_next();
     wait_for_previous();
-    const int begin = blockIdx.y * run, end = min(begin + run, tokens);
+    coming.ask(end - begin);
     Halves carried = zero_halves();
     if (place.parts > 1) cluster_wait();  // all blocks have started: their shared memory is there
     for (int first = begin, turn = 0; first < end; first += R, turn ^= 1) {
+        const size_t at = size_t(first) * width + place.column;
         float v[R][EACH] = {};
-        Halves kept[R], normed[R];
+        Halves added[R], kept[R], normed[R];
         int slot[R + 1];
 #pragma unroll
         for (int r = 0; r <= R; r++) slot[r] = first + r < tokens ? previous_slot[first + r] : -2;
+        coming.wait();
 #pragma unroll
         for (int r = 0; r < R; r++) {
+            added[r] = zero_halves();
             if (!place.live || first + r >= end) continue;
-            const size_t at = size_t(first + r) * width + place.column;
-            load8(x + at, v[r]);
-            if (y) {
-                float added[EACH];
-                load8(y + at, added);
-#pragma unroll
-                for (int j = 0; j < EACH; j++) v[r][j] += added[j];
-                store8(x + at, v[r]);
-            }
-            kept[r] = slot[r] >= 0 ? load_halves(shift + size_t(slot[r]) * width + place.column) : zero_halves();
+            coming.take(r, x + at + r * width, v[r]);
+            if (y) added[r] = coming.take(r, y + at + r * width);
         }
-        normalize(v, scale, offset, place, moments[turn], normed);
-        if (!place.live) continue;
+        coming.ask(end - first - R);
 #pragma unroll
         for (int r = 0; r < R; r++) {
-            if (slot[r] == -1) kept[r] = r ? normed[r ? r - 1 : 0] : carried;
+            kept[r] = zero_halves();
+            if (place.live && slot[r] >= 0 && first + r < end)
+                kept[r] = load_halves_at_once(shift + size_t(slot[r]) * width + place.column);
+        }
+        if (y)
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+#pragma unroll
+                for (int j = 0; j < EACH; j += 2) {
+                    const float2 pair = __half22float2(added[r].pair[j / 2]);
+                    v[r][j] += pair.x, v[r][j + 1] += pair.y;
+                }
+                if (first + r < end) store8_in_pairs(x + at + r * width, v[r], place.live);
+            }
+        if (K > 1 && place.live) load8_now(mix + place.column, ratio[0]);
+        share_moments<true>(v, place, moments[turn]);
+        normalize_by<true>(v, scale, offset, place, moments[turn], normed);
+        if (!place.live) continue;
+        float from[R][EACH], way[R][EACH];  // as `lerp` goes, once for all planes
+        bool blends[R];
+#pragma unroll
+        for (int r = 0; r < R; r++) {
             const int token = first + r;
+            if (slot[r] == -1) kept[r] = r ? normed[r ? r - 1 : 0] : carried;
+            blends[r] = token < end && (token > begin || slot[r] != -1);
             if (token < end && (token == begin || token == end - 1 || slot[r + 1] != -1))
-                store_halves(normed_rows + size_t(token) * width + place.column, normed[r]);
+                store_halves_at_once(normed_rows + at + r * width, normed[r]);
+#pragma unroll
+            for (int j = 0; j < EACH; j += 2) {
+                const float2 a = __half22float2(normed[r].pair[j / 2]), b = __half22float2(kept[r].pair[j / 2]);
+                from[r][j] = a.x, from[r][j + 1] = a.y, way[r][j] = b.x - a.x, way[r][j + 1] = b.y - a.y;
+            }
         }
         carried = normed[R - 1];
+        __half* to = out + at;
 #pragma unroll
-        for (int k = 0; k < K; k++) {
-            float ratio[EACH];
-            load8(mix + k * width + place.column, ratio);
+        for (int k = 0; k < K; k++, to += size_t(tokens) * width) {
+            if (k + 1 < K) load8_now(mix + (k + 1) * width + place.column, ratio[(k + 1) & 1]);
 #pragma unroll
-            for (int r = 0; r < R; r++)
-                if (first + r < end && (first + r > begin || slot[r] != -1)) {
-                    __half* to = out + (size_t(k) * tokens + first + r) * width + place.column;
-                    const Halves blend = lerp(normed[r], kept[r], ratio);
-                    if (K > 1)
-                        store_passing(to, blend);
-                    else
-                        store_halves(to, blend);
-                }
+            for (int r = 0; r < R; r++) {
+                Halves blend;
+#pragma unroll
+                for (int j = 0; j < EACH; j += 2)
+                    blend.pair[j / 2] = __floats2half2_rn(fmaf(ratio[k & 1][j], way[r][j], from[r][j]),
+                        fmaf(ratio[k & 1][j + 1], way[r][j + 1], from[r][j + 1]));
+                if (!blends[r]) continue;
+                if (K > 1)
+                    store_passing(to + r * width, blend);
+                else
+                    store_halves_at_once(to + r * width, blend);
+            }
         }
     }
 }
@@ -210,27 +322,32 @@ __global__ void __launch_bounds__(MAX_THREADS, R > 2 ? 1 : MIN_BLOCKS) prefill_k
 // What prefill_kernel had to leave: the blends across runs (one block each), and each row's last token as its slot's shift state
 // (one block each), which no block of this kernel reads.
 template <int K>
-__global__ void __launch_bounds__(MAX_THREADS) edge_kernel(
+__global__ void __launch_bounds__(MAX_THREADS, 3) edge_kernel(
         const float* mix, const int32_t* previous_slot, const int32_t* last_index, const int64_t* slots, const __half* normed_rows,
         __half* shift, __half* out, int tokens, int width, int run, int runs) {
-    release_next();
-    wait_for_previous();
     const int column = threadIdx.x * EACH;
+    release_next();
     if (int(blockIdx.x) >= runs) {
+        wait_for_previous();
         const int row = blockIdx.x - runs;
-        if (slots[row] < 0) return;
-        store_halves(shift + slots[row] * width + column, load_halves(normed_rows + size_t(last_index[row]) * width + column));
+        const int64_t slot = slots[row];
+        const Halves last = load_halves_at_once(normed_rows + size_t(last_index[row]) * width + column);
+        if (slot >= 0) store_halves_at_once(shift + slot * width + column, last);
         return;
     }
     const int token = blockIdx.x * run;
-    if (previous_slot[token] != -1) return;
-    const Halves normed = load_halves(normed_rows + size_t(token) * width + column);
-    const Halves previous = load_halves(normed_rows + size_t(token - 1) * width + column);
+    float ratio[2][EACH];
+    load8_now(mix + column, ratio[0]);
+    wait_for_previous();
+    // All at once; a run that begins a row needs nothing of it.
+    const __half* at = normed_rows + size_t(token) * width + column;
+    const int slot = previous_slot[token];
+    const Halves normed = load_halves_at_once(at), previous = load_halves_at_once(token ? at - width : at);
+    if (slot != -1) return;
 #pragma unroll
     for (int k = 0; k < K; k++) {
-        float ratio[EACH];
-        load8(mix + k * width + column, ratio);
-        store_halves(out + (size_t(k) * tokens + token) * width + column, lerp(normed, previous, ratio));
+        if (k + 1 < K) load8_now(mix + (k + 1) * width + column, ratio[(k + 1) & 1]);
+        store_halves_at_once(out + (size_t(k) * tokens + token) * width + column, lerp(normed, previous, ratio[k & 1]));
     }
 }
 
@@ -275,15 +392,32 @@ static cudaError_t decode(float* x, const __half* y, const float* weight, const 
     return start(decode_many_kernel<K, DECODE_ROWS>, many, x, y, weight, bias, mix, shift, slots, out, rows, width, inputs_ready);
 }
 
+// THREADS: of a block, at most; how many registers each has depends on it.
+template <int K, int THREADS>
+static cudaError_t prefill_runs(Launch how, float* x, const __half* y, const float* weight, const float* bias, const float* mix,
+        const __half* shift, const int32_t* previous_slot, __half* normed, __half* out, int tokens, int width, int run) {
+    constexpr int R = PREFILL_ROWS;
+    const auto kernel = prefill_kernel<K, R, THREADS, PREFILL_WARPS * LANES / THREADS>;
+#ifndef RWKV_HIP
+    constexpr int MOST = Coming<R>::BYTES_OF_WARP * (THREADS / LANES);
+    static const cudaError_t prepared = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MOST);
+    if (prepared != cudaSuccess) return prepared;
+    how.shared = Coming<R>::BYTES_OF_WARP * (how.block.x / LANES);
+#endif
+    return start(kernel, how, x, y, weight, bias, mix, shift, previous_slot, normed, out, tokens, width, run);
+}
+
 template <int K>
 static cudaError_t prefill(float* x, const __half* y, const float* weight, const float* bias, const float* mix, __half* shift,
         const int32_t* previous_slot, const int32_t* last_index, const int64_t* slots, __half* normed, __half* out, int tokens,
         int rows, int width, int run, int parts, int overlap, cudaStream_t stream) {
     const int runs = (tokens + run - 1) / run;
     const Launch main = {dim3(parts, runs), dim3(threads(width / parts)), stream, overlap, parts};
-    const __half* kept = shift;
-    const auto kernel = prefill_kernel<K, K == 1 ? 2 : 4>;
-    const cudaError_t error = start(kernel, main, x, y, weight, bias, mix, kept, previous_slot, normed, out, tokens, width, run);
+    auto run_tokens = prefill_runs<K, 128>;
+    if (main.block.x > 128) run_tokens = prefill_runs<K, 256>;
+    if (main.block.x > 256) run_tokens = prefill_runs<K, 384>;
+    if (main.block.x > 384) run_tokens = prefill_runs<K, 512>;
+    const cudaError_t error = run_tokens(main, x, y, weight, bias, mix, shift, previous_slot, normed, out, tokens, width, run);
     if (error != cudaSuccess) return error;
     const Launch edges = {dim3(runs + rows), dim3(width / EACH), stream, overlap};
     const __half* read = normed;

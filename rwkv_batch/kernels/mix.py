@@ -6,6 +6,7 @@ outputs mean nothing. `model/reference_ops.py` says what the results are; sums a
 says fp32. No method allocates or waits; ValueError names the argument that does not fit.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,9 @@ from rwkv_batch.model.weights import HEAD_SIZE
 COLUMNS_OF_WARP = 256
 MAX_WIDTH = 4096
 MANY_ROWS = 128  # from which a block takes several at once, as in cuda/mix.cu
+PREFILL_WARPS = 16  # of a multiprocessor that takes norms of prefills, as in cuda/mix.cu
+# Fewest and most tokens of a prefill that a block of the norm takes, by default; those of narrow models first.
+NARROW, RUNS_OF_NARROW, RUNS = 1024, (2, 8), (4, 32)
 PLANES_TO_MIX = (6, 1, 3, 2)  # the last two: RWKV-6's
 CHUNK = 16  # tokens that the matrix form of the recurrence takes at a time
 CHUNK_BYTES = 11136  # of a prepared one, as `Chunk` in cuda/wkv/wkv_spread.cuh
@@ -175,7 +179,7 @@ class Mix:
         self._check_rows(rows)
         if rows.previous_slot.shape != (n,):
             raise ValueError(f"rows: {rows.previous_slot.shape[0]} tokens, x has {n}")
-        run = run or (4 if n <= 1024 else 8 if n <= 4096 else 16)
+        run = run or self._run(n, c)
         arguments = (x, y, weight, bias, mix, shift, rows.previous_slot, rows.last_token_index, rows.slots, normed, out)
         sizes = (n, len(rows.slots), c, len(mix), run, parts or 1)
         self._launcher.launch(self._prefill, *map(pointer, arguments), *sizes, self._pdl)
@@ -271,6 +275,17 @@ class Mix:
             return False
         fits = (num_tokens // CHUNK + rows) * heads * CHUNK_BYTES <= room.nbytes
         return fits and rows * heads <= self._num_sms // 2
+
+    def _run(self, tokens: int, width: int) -> int:
+        """Tokens of a block such that all multiprocessors are done at about the same time.
+
+        Every block has its start, and leaves a blend to another kernel; long ones may end late.
+        """
+        warps = (width + COLUMNS_OF_WARP - 1) // COLUMNS_OF_WARP
+        at_once = self._num_sms * (PREFILL_WARPS // warps)  # blocks
+        fewest, most = RUNS_OF_NARROW if width <= NARROW else RUNS
+        rounds = math.ceil(tokens / (at_once * most))
+        return max(fewest, math.ceil(tokens / (at_once * rounds)))
 
     def _parts(self, rows: int, width: int) -> int:
         """Few rows are spread over several blocks each, since one block alone reads the layer's vectors too slowly."""
