@@ -194,6 +194,17 @@ def test_a_budget_in_milliseconds_takes_the_place_of_one_in_tokens(tiny_checkpoi
     assert scheduler_of(itl_budget_ms=20, busy_prefill_budget=96).busy_budget == 96
 
 
+def test_the_pace_begins_with_the_times_of_captured_steps():
+    config = Config(itl_budget_ms=10.0)
+    prefills = SimpleNamespace(sizes=[16, 32, 64, 128, 256, 512], times={32: 4.5, 256: 7.8, 512: 13.4})
+    begun, unknown = (
+        build.build_pace(config, SimpleNamespace(prefills=captured), 4096, mixed=False) for captured in (prefills, None)
+    )
+    assert begun.stats()["prefill_allowance_tokens"] == 256
+    assert unknown.stats()["prefill_allowance_tokens"] == 32
+    assert build.build_pace(Config(), SimpleNamespace(prefills=prefills), 4096, mixed=False) is None
+
+
 def test_kernels_that_fail_to_build_while_weights_load_leave_plain_torch(tiny_checkpoint, tmp_path, monkeypatch):
     asked = []
 

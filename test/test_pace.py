@@ -39,10 +39,12 @@ class Device:
     """
 
     def __init__(self, cost: Callable[[int, int], float], budget_ms: float | None, *, mixed: bool = False, budget: int = 4096,
-                 captured: tuple[int, ...] = CAPTURED, busy: int | None = None, slots: int = 80):  # fmt: skip
+                 captured: tuple[int, ...] = CAPTURED, busy: int | None = None, slots: int = 80,
+                 times: dict[int, float] | None = None):  # fmt: skip
         self.cost = cost
         self.mixed = mixed
-        self.pace = PrefillPace(budget_ms, budget=budget, mixed=mixed, captured=captured) if budget_ms else None
+        kind = {"budget": budget, "mixed": mixed, "captured": captured, "times": times or {}}
+        self.pace = PrefillPace(budget_ms, **kind) if budget_ms else None
         self.scheduler = Scheduler(num_slots=slots, prefill_budget=budget, mixed=mixed, busy_budget=busy, pace=self.pace)
         self.now = self.ends = 0.0
         self.reads: float | None = None  # when the step before ends
@@ -111,6 +113,31 @@ def linear(fixed: float, per_token: float, decode: float = 5.0, captured: tuple[
     return cost
 
 
+def h200(noise: float, seed: int, host_ms: float = 0.0):
+    """Step times of 7.2B on an H200: those of 64 tokens take no longer than those of 32, what 512 take is more than linear."""
+    rng, known = random.Random(seed), {0: 4.5, 64: 4.5, 320: 8.9, 512: 13.4, 4096: 107.2}
+
+    def cost(tokens: int, rows: int) -> float:
+        if not tokens:
+            return 7.9
+        full = next((size for size in CAPTURED if size >= tokens), tokens)
+        below, above = max(size for size in known if size < full), min(size for size in known if size >= full)
+        share = (full - below) / (above - below)
+        return (host_ms + known[below] + share * (known[above] - known[below])) * (1 + noise * rng.uniform(-1, 1))
+
+    return cost
+
+
+def short_prompts(device: Device, streams: int = 64) -> Device:
+    """Rows that decode without end and came one after another, so that no step but the first has fed more than 32 tokens."""
+    for number in range(streams):
+        device.add(f"s{number}", 28, max_tokens=FOREVER)
+        device.step()
+        device.step()
+    device.added.clear()
+    return device
+
+
 def busy(device: Device, streams: int = 4) -> Device:
     """Rows that decode without end."""
     for number in range(streams):
@@ -148,7 +175,7 @@ def test_most_of_the_budget_is_used(fixed, per_token, share):
     cost = linear(fixed, per_token)
     budget_ms = share * cost(64, 0)
     device = busy(Device(cost, budget_ms))
-    device.add("long", 60_000)
+    device.add("long", 600_000)  # which does not end meanwhile
     for _ in range(60):
         device.step()
     fits = max((size for size in (32, *CAPTURED[2:], *range(544, 4097, 32)) if cost(size, 0) <= budget_ms), default=32)
@@ -219,6 +246,54 @@ def test_a_larger_budget_brings_the_first_token_sooner():
     assert times == sorted(times, reverse=True)
     assert times[-1] < times[0] / 4
     assert times[-1] < 16_000 * 0.0218 * 1.25
+
+
+@pytest.mark.parametrize("measured", [None, 0.7, 1.0, 1.4])
+@pytest.mark.parametrize("host_ms", [0.0, 0.2, 0.5])
+def test_a_budget_is_used_soon_when_only_the_smallest_steps_are_known(measured, host_ms):
+    """Whether or not times were measured before, and however right: real steps take longer by what the host does."""
+    exact = h200(0.0, 0)
+    for seed in range(8):
+        times = {size: measured * exact(size, 0) for size in (32, 256, 512)} if measured else {}
+        device = short_prompts(Device(h200(0.05, seed, host_ms), 10.0, times=times))
+        device.add("long", 16_000)
+        assert device.run_until("long") < 1_000
+        fed = [tokens for _, _, tokens in device.added[:-1]]
+        assert next(plan for plan, tokens in enumerate(fed) if tokens >= 256) < 4
+        assert median(fed) >= 256
+        over = [ms for ms, _, _ in device.added if ms > 10.0 * 1.05]
+        assert len(over) <= 3
+        assert max(over, default=0.0) <= (11.0 if measured in (None, 1.0) and host_ms == 0 else 13.5)
+
+
+def test_the_next_size_is_tried_once_and_not_again_if_it_takes_too_long():
+    """Budgets that no step of 64 tokens is within."""
+    cost = linear(0.0, 6.0 / 32)
+    device = short_prompts(Device(cost, 10.0), streams=16)
+    device.add("long", 16_000)
+    device.run_until("long")
+    assert [tokens for _, _, tokens in device.added].count(64) <= 1
+    assert {tokens for _, _, tokens in device.added} <= {32, 64}
+
+
+def test_no_plan_is_much_larger_than_what_was_measured():
+    """Steps of 32 and of 64 tokens take the same, so it looks as if more cost nothing."""
+    device = short_prompts(Device(h200(0.0, 0), 1000.0))
+    device.add("long", 16_000)
+    largest = 32
+    while "long" not in device.first:
+        tokens = sum(len(row.ids) for row in device.step().rows)
+        assert tokens <= 2 * largest
+        largest = max(largest, tokens)
+    assert largest == 4096
+
+
+def test_times_that_were_measured_count_from_the_first_plan():
+    times = {32: 4.5, 256: 7.8, 512: 13.4}
+    for budget_ms, least, most in ((1.0, 32, 32), (10.0, 192, 320), (20.0, 512, 768)):
+        pace = PrefillPace(budget_ms, budget=4096, mixed=False, captured=CAPTURED, times=times)
+        assert least <= pace.stats()["prefill_allowance_tokens"] <= most
+    assert PrefillPace(10.0, budget=4096, mixed=False, captured=CAPTURED).allowance == 32
 
 
 def test_several_plans_feed_before_the_next_token_where_there_is_time():

@@ -1,10 +1,15 @@
 """Steps are fed what they should be however far behind the device is: here it does nothing before somebody waits for it."""
 
+from collections import Counter
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from models import TINY, random_weights
 from test_worker import GREEDY, Harness, Memory, tokenizer_for
 
+from rwkv_batch.engine import prefill_graphs
 from rwkv_batch.engine.decode_graphs import DecodeGraphs
 from rwkv_batch.engine.engine import Engine, _Readback
 from rwkv_batch.engine.engine_loop import EngineLoop
@@ -240,3 +245,74 @@ def test_a_long_step_is_filled_up_while_that_is_faster_than_launching_it(stream,
     assert prefills.fits(512, 1)
     assert all(prefills.fits(n, 1) == (fewest <= n <= 1024) for n in (513, 939, 940, 1024, 1025))
     assert prefills.fits(600, 2)
+
+
+class Clock:
+    """A card that captures: the host launches a step in `launching` milliseconds, which runs for so many a token.
+
+    runs  how often steps of so many tokens and rows were launched before they were captured
+    """
+
+    def __init__(self, monkeypatch, launching, per_token):
+        self.launching, self.per_token = launching, per_token
+        self.now = self.ends = 0.0
+        self.capturing = False
+        self.runs = Counter()
+        self.fed = self.replayed = ()
+        for name, value in {
+            "Stream": lambda device=None: self, "current_stream": lambda device=None: self, "stream": nullcontext,
+            "graph": self.graph, "graph_pool_handle": lambda: None, "CUDAGraph": SimpleNamespace,
+            "Event": SimpleNamespace,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(prefill_graphs, "time", SimpleNamespace(perf_counter=self.seconds, monotonic=self.seconds))
+        monkeypatch.setattr(prefill_graphs, "fastest_replay", self.replay)
+        feed = PrefillGraphs._feed
+        monkeypatch.setattr(PrefillGraphs, "_feed", lambda prefills, *size: (feed(prefills, *size), setattr(self, "fed", size)))
+        monkeypatch.setattr(PrefillGraphs, "_step", lambda prefills, *size: self.step(size))
+
+    def seconds(self):
+        return self.now / 1e3
+
+    def synchronize(self):
+        self.now = max(self.now, self.ends)
+
+    def wait_stream(self, stream):
+        pass
+
+    @contextmanager
+    def graph(self, graph, pool, stream):
+        self.synchronize()
+        self.capturing = graph
+        yield
+        self.capturing = None
+
+    def step(self, size):
+        if self.capturing:
+            self.capturing.size = size
+            return torch.zeros(1)
+        self.runs[size] += 1
+        begins, self.now = max(self.now, self.ends), self.now + self.launching
+        self.ends = max(begins + size[0] * self.per_token, self.now)
+        return None
+
+    def replay(self, graph, rounds):
+        assert self.fed == graph.size, "a graph reads what was fed for one of its size"
+        self.replayed += (graph.size,)
+        return graph.size[0] * self.per_token
+
+
+def captured_on(clock, max_tokens, slots=64):
+    weights = random_weights(TINY, 256)
+    sampler, state = ReferenceSampler(slots, weights.output_ids), State(weights.shape, slots)
+    prefills = PrefillGraphs(Model(weights), sampler, state, max_tokens=max_tokens)
+    prefills.capture()
+    return prefills
+
+
+@pytest.mark.parametrize(("max_tokens", "timed"), [(4096, [32, 256, 512]), (64, [32, 64]), (32, [32]), (16, []), (8, [])])
+@pytest.mark.parametrize("slots", [1, 64])
+def test_the_times_of_a_few_captured_steps_are_kept(monkeypatch, max_tokens, timed, slots):
+    prefills = captured_on(Clock(monkeypatch, 2.0, 0.025), max_tokens, slots)
+    assert sorted(prefills.times) == timed
+    assert prefills.times == {size: pytest.approx(0.025 * size) for size in timed}

@@ -215,8 +215,8 @@ def build_pace(config: Config, engine: Engine, budget: int, *, mixed: bool) -> P
     """Return what bounds the time that prompts take from rows that decode, if anything does."""
     if not config.itl_budget_ms:
         return None
-    captured = engine.prefills.sizes if engine.prefills is not None else ()
-    return PrefillPace(config.itl_budget_ms, budget=budget, mixed=mixed, captured=captured)
+    known = {} if engine.prefills is None else {"captured": engine.prefills.sizes, "times": engine.prefills.times}
+    return PrefillPace(config.itl_budget_ms, budget=budget, mixed=mixed, **known)
 
 
 def open_store(config: Config, store_path: Path | None = None) -> SessionStore:

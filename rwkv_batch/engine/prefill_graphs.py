@@ -21,6 +21,7 @@ from rwkv_batch.kernels.launch import fastest_replay
 from rwkv_batch.model.packed_rows import CONTINUES, NO_SLOT, CapturedRows, RowLayout
 from rwkv_batch.model.rwkv7 import Model
 from rwkv_batch.model.state import State
+from rwkv_batch.scheduling.plan import PREFILL_CHUNK
 from sampling.base import GraphSampler, Sampled
 
 log = logging.getLogger("rwkv_batch.engine")
@@ -41,6 +42,7 @@ class PrefillGraphs:
     """Captured prefill steps of one model, sampler and state, the sampling of the rows that end in them included.
 
     sizes  numbers of tokens, ascending; `capture` adds those of LONG that pay
+    times  tokens -> milliseconds in which a step of one row is replayed, of a few of TOKENS; `capture` measures them
     """
 
     def __init__(self, model: Model, sampler: GraphSampler, state: State, *, max_tokens: int):
@@ -49,6 +51,7 @@ class PrefillGraphs:
         self.state = state
         self.sizes = [size for size in TOKENS if size <= max_tokens]
         self.rows = rows_of_graphs(state.num_slots)
+        self.times: dict[int, float] = {}
         self.num_replays = 0
         self._long = [size for size in LONG if size <= max_tokens]
         device, length = model.weights.device, inputs_length(max([0, *self.sizes, *self._long]), self.rows[-1])
@@ -68,9 +71,12 @@ class PrefillGraphs:
         """
         started = time.monotonic()
         stream, pool = torch.cuda.Stream(self._inputs.device), torch.cuda.graph_pool_handle()
+        timed = sizes_to_time(self.sizes)
         for size in reversed(self.sizes):
-            for num_rows in reversed(self.rows):
+            for num_rows in reversed(self.rows):  # one row last, so that it is what was fed
                 self._capture(size, num_rows, stream, pool)
+            if size in timed:
+                self.times[size] = fastest_replay(self._graphs[size, 1], rounds=2)
         for size in self._long:
             paying = [num_rows for num_rows in self.rows if self._pays(size, num_rows, stream, pool)]
             if not paying:
@@ -158,6 +164,12 @@ class PrefillGraphs:
         self.num_replays += 1
         logits = self._logits[num_tokens, num_rows]
         return Sampled(self._ids[:num_sampled], self._finite[:num_sampled]), logits[:num_sampled]
+
+
+def sizes_to_time(sizes: Sequence[int]) -> set[int]:
+    """Return which of ascending numbers of tokens tell best what steps cost by their tokens."""
+    chunks = [size for size in sizes if size >= PREFILL_CHUNK]
+    return {chunks[0], chunks[len(chunks) // 2], chunks[-1]} if chunks else set()
 
 
 def fewest_tokens(num_tokens: int, launching: float, launched: float, replayed: float) -> int:

@@ -88,6 +88,7 @@ class PipelinePrefills:
 
     def __init__(self, model: PipelineModel):
         self._model = model
+        self.times: dict[int, float] = {}  # what stages take one by one does not say what they take at the same time
         self.sizes = min((stage.prefills.sizes for stage in model.stages), key=len)
         self.num_replays = 0
 

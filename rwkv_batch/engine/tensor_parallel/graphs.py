@@ -173,6 +173,7 @@ class ShardedPrefillGraphs:
         self.state = state
         self.exchange = exchange
         self.sizes = prefill_sizes(max_tokens)
+        self.times: dict[int, float] = {}  # not measured
         self.rows = rows_of_graphs(state.num_slots)
         self.num_replays = 0
         self._graphs = RankGraphs(model, exchange, self._sample)
