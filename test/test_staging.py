@@ -13,7 +13,7 @@ from rwkv_batch.engine import prefill_graphs
 from rwkv_batch.engine.decode_graphs import DecodeGraphs
 from rwkv_batch.engine.engine import Engine, _Readback
 from rwkv_batch.engine.engine_loop import EngineLoop
-from rwkv_batch.engine.prefill_graphs import PrefillGraphs, fewest_tokens
+from rwkv_batch.engine.prefill_graphs import LONG, TOKENS, PrefillGraphs, fewest_tokens
 from rwkv_batch.engine.staging import BUFFERS, MaskStaging, Staging
 from rwkv_batch.model.packed_rows import PackedRows
 from rwkv_batch.model.rwkv7 import Model
@@ -316,3 +316,23 @@ def test_the_times_of_a_few_captured_steps_are_kept(monkeypatch, max_tokens, tim
     prefills = captured_on(Clock(monkeypatch, 2.0, 0.025), max_tokens, slots)
     assert sorted(prefills.times) == timed
     assert prefills.times == {size: pytest.approx(0.025 * size) for size in timed}
+
+
+@pytest.mark.parametrize(
+    ("launching", "per_token", "kept"),
+    [
+        (12.9, 0.05, 0),  # a graph of 640 tokens, which take 32, gains nothing
+        (40.0, 0.05, 2),  # 896 take 44.8
+        (10.0, 0.0125, 2),
+        (1000.0, 0.05, len(LONG)),
+    ],
+)
+def test_long_steps_are_captured_as_far_as_one_row_gains_by_it(monkeypatch, launching, per_token, kept):
+    clock = Clock(monkeypatch, launching, per_token)
+    prefills = captured_on(clock, 4096)
+    assert prefills.sizes == [*TOKENS, *LONG[:kept]]
+    assert set(prefills._graphs) == {(size, num_rows) for size in prefills.sizes for num_rows in (1, 32)}
+    assert all(prefills.fits(size, num_rows) for size in prefills.sizes for num_rows in (1, 32))
+    measured = {(size, 1): 2 if per_token == 0.05 else 3 for size in LONG[: kept + 1]}
+    others = {(size, num_rows): 1 for size, num_rows in prefills._graphs if (size, num_rows) not in measured}
+    assert clock.runs == measured | others, "every kernel has run before it is captured"

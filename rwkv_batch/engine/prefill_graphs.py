@@ -29,6 +29,9 @@ log = logging.getLogger("rwkv_batch.engine")
 TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 LONG = (640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # captured as far as it pays
 LEAD = 1.03  # how many times as fast a long step's graph must be
+SLOW_MS = (
+    10.0  # where the largest of TOKENS takes so long, long steps are run once less: a stall is a small part of what they take
+)
 TYPICAL_ROWS = 4  # that graphs for more than one row are measured with
 MANY_ROWS = 32  # of a graph for more than one row, or as many as there are slots
 
@@ -74,25 +77,27 @@ class PrefillGraphs:
         timed = sizes_to_time(self.sizes)
         for size in reversed(self.sizes):
             for num_rows in reversed(self.rows):  # one row last, so that it is what was fed
-                self._capture(size, num_rows, stream, pool)
+                self._capture(size, num_rows, stream, pool, rounds=1)
             if size in timed:
                 self.times[size] = fastest_replay(self._graphs[size, 1], rounds=2)
         for size in self._long:
-            paying = [num_rows for num_rows in self.rows if self._pays(size, num_rows, stream, pool)]
-            if not paying:
+            if not self._pays(size, stream, pool):
                 break
+            for num_rows in self.rows[1:]:
+                self._capture(size, num_rows, stream, pool, rounds=1)
+                self._fewest[size, num_rows] = self._fewest[size, 1]
             self.sizes.append(size)
         seconds, largest = time.monotonic() - started, max(self.sizes, default=0)
         log.info("captured %d prefill graphs, up to %d tokens, in %.1f s", len(self._graphs), largest, seconds)
 
-    def _pays(self, num_tokens: int, num_rows: int, stream: torch.cuda.Stream, pool: tuple[int, int]) -> bool:
-        """Capture the step and find from how many tokens on it is faster than launched kernel by kernel.
+    def _pays(self, num_tokens: int, stream: torch.cuda.Stream, pool: tuple[int, int]) -> bool:
+        """Capture the step of one row and find from how many tokens on it is faster than launched kernel by kernel.
 
-        False, and no graph is kept, where it never is.
+        False, and no graph is kept, where it never is. Steps of more rows are taken to do likewise.
         """
-        size = num_tokens, num_rows
-        launching, launched = self._capture(*size, stream, pool, rounds=3)
-        self._fewest[size] = fewest_tokens(num_tokens, launching, launched, fastest_replay(self._graphs[size], rounds=3))
+        size, rounds = (num_tokens, 1), 2 if max(self.times.values(), default=0.0) >= SLOW_MS else 3
+        launching, launched = self._capture(*size, stream, pool, rounds=rounds)
+        self._fewest[size] = fewest_tokens(num_tokens, launching, launched, fastest_replay(self._graphs[size], rounds))
         if self._fewest[size] <= num_tokens:
             return True
         del self._graphs[size], self._logits[size]
@@ -110,11 +115,11 @@ class PrefillGraphs:
         return lambda: self.model.forward(*step_rows(self._inputs, num_tokens, 1)[:2], self.state)
 
     def _capture(
-        self, num_tokens: int, num_rows: int, stream: torch.cuda.Stream, pool: tuple[int, int], *, rounds: int = 2
+        self, num_tokens: int, num_rows: int, stream: torch.cuda.Stream, pool: tuple[int, int], *, rounds: int
     ) -> tuple[float, float]:
         """Capture the step; return the milliseconds in which the host launches its kernels, and in which they have run then.
 
-        rounds  that the step runs before, 2 at least: every kernel must have run once, and the first time takes longer
+        rounds  that the step runs before: every kernel must have run once; the first time takes longer, and counts if alone
         """
         self._feed(num_tokens, num_rows)
         stream.wait_stream(torch.cuda.current_stream(self._inputs.device))
@@ -131,7 +136,7 @@ class PrefillGraphs:
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             self._logits[num_tokens, num_rows] = self._step(num_tokens, num_rows)
         self._graphs[num_tokens, num_rows] = graph
-        launching, launched = map(min, zip(*times[1:], strict=True))
+        launching, launched = map(min, zip(*times[min(1, rounds - 1) :], strict=True))
         return launching, launched
 
     def _step(self, num_tokens: int, num_rows: int) -> Tensor:
