@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_turn_log import LogPool
+from test_turn_log import LogPool, when_opened
 
 from rwkv_batch.session_messages import Delete, Fork, Rewind, Status
 from rwkv_batch.sessions.sqlite.database import SessionDatabase
@@ -64,15 +64,14 @@ def fill(path: Path, count: int) -> None:
 class Steps:
     """Counts what SQLite does, in hundreds of its instructions."""
 
-    def __init__(self, pool: LogPool):
-        self.pool = pool
+    def __init__(self, monkeypatch):
         self.count = 0
+        when_opened(monkeypatch, lambda opened: opened.set_progress_handler(self.step, 100))
 
-    def of(self, action) -> int:
+    def of(self, pool: LogPool, action) -> int:
         self.count = 0
-        self.pool.database.file.connection.set_progress_handler(self.step, 100)
         action()
-        self.pool.order(Status(limit=0))  # behind what the action left to do
+        pool.order(Status(limit=0))  # behind what the action left to do
         return self.count
 
     def step(self) -> int:
@@ -80,22 +79,22 @@ class Steps:
         return 0
 
 
-def measure(path: Path, count: int) -> dict[str, int]:
+def measure(path: Path, count: int, steps: Steps) -> dict[str, int]:
     fill(path, count)
     with LogPool(path, l1_sessions=8, l2_sessions=8) as pool:
         assert pool.order(Status(limit=0)).total == count
         for number in range(40):
             pool.say(f"m{number}", (1,))
-        steps, found = Steps(pool), {}
-        found["resume"] = steps.of(lambda: pool.say(f"m{count // 2}", (8, 9)))
+        found = {}
+        found["resume"] = steps.of(pool, lambda: pool.say(f"m{count // 2}", (8, 9)))
         assert pool.ids(f"m{count // 2}") == (*IDS, 8, 9)
-        found["new"] = steps.of(lambda: pool.say("new", (8, 9), key="k"))
-        found["list"] = steps.of(lambda: pool.order(Status(limit=100)))
-        found["one"] = steps.of(lambda: pool.order(Status(name=f"m{count // 3}")))
-        found["node"] = steps.of(lambda: pool.say("d", (1,), node=0))
-        found["fork"] = steps.of(lambda: pool.order(Fork(name="m7", copies=["f1", "f2"])))
-        found["rewind"] = steps.of(lambda: pool.order(Rewind(name="m7")))
-        found["delete"] = steps.of(lambda: pool.order(Delete(name="m8", prefix=True)))
+        found["new"] = steps.of(pool, lambda: pool.say("new", (8, 9), key="k"))
+        found["list"] = steps.of(pool, lambda: pool.order(Status(limit=100)))
+        found["one"] = steps.of(pool, lambda: pool.order(Status(name=f"m{count // 3}")))
+        found["node"] = steps.of(pool, lambda: pool.say("d", (1,), node=0))
+        found["fork"] = steps.of(pool, lambda: pool.order(Fork(name="m7", copies=["f1", "f2"])))
+        found["rewind"] = steps.of(pool, lambda: pool.order(Rewind(name="m7")))
+        found["delete"] = steps.of(pool, lambda: pool.order(Delete(name="m8", prefix=True)))
         page = pool.order(Status(limit=30))
         assert (page.total, len(page.sessions)) == (count + 4 - 1, 30)
         pool.crash()
@@ -103,10 +102,11 @@ def measure(path: Path, count: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("many", [100_000])
-def test_nothing_takes_longer_because_there_are_many_sessions(tmp_path, many):
-    few = measure(tmp_path / "few.db", 1000)
+def test_nothing_takes_longer_because_there_are_many_sessions(tmp_path, monkeypatch, many):
+    counted = Steps(monkeypatch)
+    few = measure(tmp_path / "few.db", 1000, counted)
     began = time.monotonic()
-    found = measure(tmp_path / "many.db", many)
+    found = measure(tmp_path / "many.db", many, counted)
     print(f"{time.monotonic() - began:.1f} s", few, found)
     for action, steps in found.items():
         assert steps <= 1.5 * few[action] + 5, action

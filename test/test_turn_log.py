@@ -24,6 +24,7 @@ from rwkv_batch.request import Request
 from rwkv_batch.session_messages import CommitResult, Delete, Export, Fork, Import, Rewind, Session, Status
 from rwkv_batch.sessions import storage
 from rwkv_batch.sessions.shared import Commit, Demote, JobQueue, Load
+from rwkv_batch.sessions.sqlite import connection as database_connection
 from rwkv_batch.sessions.sqlite.states import pack_ids, unpack_ids
 from rwkv_batch.sessions.store import SessionStore
 from sampling.params import SamplingParams
@@ -343,24 +344,34 @@ def test_turns_that_end_together_share_a_transaction(path, monkeypatch):
         assert len(sizes) <= 3
 
 
-def statements(pool: LogPool) -> list[str]:
-    """What is asked of SQLite from now on, by its first word."""
-    found: list[str] = []
-    pool.database.file.connection.set_trace_callback(lambda text: found.append(text.split()[0]))
-    return found
+def when_opened(monkeypatch, install) -> None:
+    """Have `install` called with each connection to a session file, by the thread that opens it.
+
+    A thread that gave a callback to a connection in use would wait, with Python's lock, for the statement under way, which
+    may wait for that lock, as what is written in Python does that SQLite calls.
+    """
+    prepare = database_connection.prepare
+
+    def prepared(opened, *args, **options):
+        install(opened)
+        return prepare(opened, *args, **options)
+
+    monkeypatch.setattr(database_connection, "prepare", prepared)
 
 
-def test_turns_that_follow_turns_look_nothing_up(path):
-    with LogPool(path) as pool:
-        for number in range(4):
-            pool.say("s", (number,))
-        found = statements(pool)
-        for number in range(4, 8):
-            pool.say("s", (number,))
-        assert sorted(set(found)) == ["BEGIN", "COMMIT", "DELETE", "INSERT", "UPDATE"]
-        assert len(found) == 4 * 6
-        pool.database.file.connection.set_trace_callback(None)
-        pool.crash()
+def test_turns_that_follow_turns_look_nothing_up(path, monkeypatch):
+    found: list[str] = []  # what is asked of SQLite, by its first word
+    with monkeypatch.context() as patch:
+        when_opened(patch, lambda opened: opened.set_trace_callback(lambda text: found.append(text.split()[0])))
+        with LogPool(path) as pool:
+            for number in range(4):
+                pool.say("s", (number,))
+            found.clear()
+            for number in range(4, 8):
+                pool.say("s", (number,))
+            assert sorted(set(found)) == ["BEGIN", "COMMIT", "DELETE", "INSERT", "UPDATE"]
+            assert len(found) == 4 * 6
+            pool.crash()
     with LogPool(path) as pool:
         assert pool.ids("s") == tuple(range(8))
         assert pool.pool.store.kept_versions("", "s") == [8, 7]
