@@ -118,11 +118,7 @@ __global__ void __launch_bounds__(MANY_THREADS, 3) decode_many_kernel(
     if (y)
 #pragma unroll
         for (int r = 0; r < R; r++) {
-#pragma unroll
-            for (int j = 0; j < EACH; j += 2) {
-                const float2 pair = __half22float2(added[r].pair[j / 2]);
-                v[r][j] += pair.x, v[r][j + 1] += pair.y;
-            }
+            add(v[r], added[r]);
             if (place.live && first + r < rows) store8(x + size_t(first + r) * width + place.column, v[r]);
         }
     if (place.parts > 1) cluster_wait();  // all blocks have started: their shared memory is there
@@ -271,11 +267,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) prefill_kernel(
         if (y)
 #pragma unroll
             for (int r = 0; r < R; r++) {
-#pragma unroll
-                for (int j = 0; j < EACH; j += 2) {
-                    const float2 pair = __half22float2(added[r].pair[j / 2]);
-                    v[r][j] += pair.x, v[r][j + 1] += pair.y;
-                }
+                add(v[r], added[r]);
                 if (first + r < end) store8_in_pairs(x + at + r * width, v[r], place.live);
             }
         if (K > 1 && place.live) load8_now(mix + place.column, ratio[0]);

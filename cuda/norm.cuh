@@ -54,6 +54,13 @@ __device__ __forceinline__ void store8_in_pairs(float* p, const float (&v)[EACH]
     *reinterpret_cast<float4*>(first) = odd ? given : mine;
     *reinterpret_cast<float4*>(first + EACH) = odd ? mine : given;
 }
+__device__ __forceinline__ void add(float (&v)[EACH], const Halves& h) {
+#pragma unroll
+    for (int j = 0; j < EACH; j += 2) {
+        const float2 pair = __half22float2(h.pair[j / 2]);
+        v[j] += pair.x, v[j + 1] += pair.y;
+    }
+}
 __device__ __forceinline__ Halves zero_halves() {
     Halves h;
 #pragma unroll

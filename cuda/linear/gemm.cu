@@ -46,7 +46,9 @@ struct Shape {
 
 // Thread blocks of wide tiles have a whole loading warpgroup, whose registers the others get; else one warp for each loader.
 constexpr int LOADERS = 2;  // threads that ask the copy engine: one alone does not keep the memory busy
-__host__ __device__ constexpr int threads(int bm, int bn, int loaders = LOADERS) { return bm * 2 + (bn <= 64 ? 32 * loaders : 128); }
+__host__ __device__ constexpr int threads(int bm, int bn, int loaders = LOADERS) {
+    return bm * 2 + (bn <= 64 ? 32 * loaders : 128);
+}
 __host__ __device__ constexpr int stage_bytes(int bm, int bn) { return (bm + bn) * BK * 2; }
 __host__ __device__ constexpr int epilogue_tokens(int bn) { return bn < 64 ? bn : 64; }
 __host__ __device__ constexpr int float_pitch(int bm) { return bm + 4; }  // fp32 row of the partial sums
@@ -116,7 +118,7 @@ struct Tile {
 
 struct Ring {
     int stage = 0, parity = 0;
-    __device__ __forceinline__ void advance(int stages, int by = 1) {  // by at most `stages`
+    __device__ __forceinline__ void advance(int stages, int by = 1) {  // at most once past the end
         if ((stage += by) >= stages) stage -= stages, parity ^= 1;
     }
 };
@@ -172,7 +174,6 @@ __device__ __forceinline__ void load(
     if (p.split > 1) cluster_wait();
     if (!elected()) return;
     wait_for_previous();
-#pragma unroll 1
     int i = loader;  // of the tile's steps
     for (; i < early; i += ALL) load_x(i, first, work.k0 + i);
 
