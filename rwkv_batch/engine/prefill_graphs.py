@@ -29,9 +29,7 @@ log = logging.getLogger("rwkv_batch.engine")
 TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 LONG = (640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)  # captured as far as it pays
 LEAD = 1.03  # how many times as fast a long step's graph must be
-SLOW_MS = (
-    10.0  # where the largest of TOKENS takes so long, long steps are run once less: a stall is a small part of what they take
-)
+SLOW_MS = 10.0  # where the largest of TOKENS takes so long, a stall is a small part of it: long steps are run once less
 TYPICAL_ROWS = 4  # that graphs for more than one row are measured with
 MANY_ROWS = 32  # of a graph for more than one row, or as many as there are slots
 

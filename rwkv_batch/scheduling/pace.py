@@ -27,7 +27,7 @@ class PrefillPace:
     budget     tokens a plan may feed, >= 1
     mixed      whether a plan may feed prompts and decode; if not, several may feed between two that decode
     captured   ascending numbers of tokens; a step that feeds fewer is filled up to the next one
-    times      tokens -> milliseconds of steps that only fed, measured before the first plan; real ones correct them
+    times      tokens -> milliseconds of steps, measured before the first plan; real ones correct them. Where not `mixed`
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PrefillPace:
         self._under_way: deque[tuple[list[float], float]] = deque()  # features, none of steps not to learn from; when it began
         self._ended_at = 0.0
         for num_tokens, ms in sorted(times.items()):
-            self._learn([1.0, *self._features(num_tokens)[1:]], ms)
+            self._learn(self._features(num_tokens), ms)
 
     @property
     def allowance(self) -> int:
