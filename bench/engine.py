@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import date
 from pathlib import Path
 
@@ -62,7 +62,8 @@ def main() -> None:
         os.environ[compiler.ARCH_VARIABLE] = args.arch
     batches = [int(batch) for batch in args.batches.split(",") if batch]
     prefills = [tuple(map(int, shape.split("x"))) for shape in args.prefill.split(",") if shape]
-    bench = Bench(args, batches, prefills)
+    options = Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
+    bench = Bench(options, batches, prefills)
     rows = [bench.decode(batch) for batch in batches] + [bench.prefill(*shape) for shape in prefills]
     for row in rows:
         print("  ".join(f"{key} {value:,.5g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()))
@@ -71,10 +72,23 @@ def main() -> None:
         bench.write(Path(args.out), rows)
 
 
+@dataclass(frozen=True)
+class Options:
+    """Which model, and how: as the arguments of the same names."""
+
+    size: str
+    model_path: str | None = None
+    wkv_state: str = "fp16"
+    wkv_log: bool = False
+    quant: str = "none"
+    arch: str | None = None
+    iters: int = 20
+
+
 class Bench:
     """One model on the GPU, and its engine."""
 
-    def __init__(self, args: argparse.Namespace, batches: list[int], prefills: list[tuple[int, int]]):
+    def __init__(self, args: Options, batches: list[int], prefills: list[tuple[int, int]]):
         self.args = args
         self.device = torch.device("cuda", 0)
         self.arch = compiler.arch_of_device(0)

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from bench.engine import Bench
+from bench.engine import Bench, Options
 from bench.synth_checkpoint import SIZES
 from rwkv_batch import __version__
 from rwkv_batch.kernels import compiler
@@ -268,9 +268,7 @@ def measure_steps(sessions: Sessions, iters: int) -> dict[str, float]:
 @torch.inference_mode()
 def measure_rows(size: str, args: argparse.Namespace) -> dict:
     """What it costs a step that its rows start in it."""
-    kept = {"model_path": None, "wkv_log": False, "quant": "none", "arch": None}
-    model = argparse.Namespace(size=size, wkv_state=args.wkv_state, iters=args.iters, **kept)
-    engine = Bench(model, [ROWS], [(ROWS, 1)]).engine
+    engine = Bench(Options(size, wkv_state=args.wkv_state), [ROWS], [(ROWS, 1)]).engine
     params = SamplingParams(top_k=50, top_p=0.6, ignore_eos=True)
     request = Request(id="rows", prompts=[[5]], copies=ROWS, sampling=params, max_tokens=9)
     sequences = [Sequence(request, index) for index in range(ROWS)]

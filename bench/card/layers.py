@@ -17,7 +17,6 @@ import re
 import statistics
 import sys
 import tempfile
-from argparse import Namespace
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -28,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.engine import COPY_BYTES, FLOPS, Bench
+from bench.engine import COPY_BYTES, FLOPS, Bench, Options
 from bench.synth_checkpoint import SIZES
 
 PARTS = ("norm_att", "rkv", "pairs", "recurrence", "output", "norm_ffn", "key", "value")
@@ -65,8 +64,7 @@ def main() -> None:
     batches = [int(batch) for batch in args.batches.split(",") if batch]
     prefills = [tuple(map(int, shape.split("x"))) for shape in args.prefill.split(",") if shape]
     for size in args.sizes.split(","):
-        kept = {"model_path": None, "wkv_state": "fp16", "wkv_log": args.wkv_log, "quant": "none", "arch": None}
-        steps = of_model(Bench(Namespace(size=size, iters=5, out=None, **kept), batches, prefills), batches, prefills)
+        steps = of_model(Bench(Options(size, wkv_log=args.wkv_log), batches, prefills), batches, prefills)
         for label, step in steps.items():
             parts = ", ".join(f"{part} {us}" for part, us in step["us"].items())
             print(f"{size} {label}: layer {step['layer_us']} us in {step['launches']} launches; {parts}")
