@@ -15,6 +15,27 @@ __device__ __forceinline__ void wait_for_previous() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// The topmost bit alone, which no address has, nor a number that is not negative.
+template <class Of>
+__device__ __forceinline__ uint32_t topmost(const Of* address) {
+    return uint32_t(reinterpret_cast<uint64_t>(address) >> 32) & 0x80000000u;
+}
+__device__ __forceinline__ uint32_t topmost(int number) { return uint32_t(number) & 0x80000000u; }
+#ifndef RWKV_HIP
+__device__ __forceinline__ uint32_t topmost(float number) { return __float_as_uint(number) & 0x80000000u; }
+#endif
+// The same wait, behind which none of these is still to be found: left alone, the compiler finds addresses where they are first used,
+// and what follows the wait runs but once and has to be fetched. Addresses, and numbers that are not negative. It always waits.
+template <class... Of>
+__device__ __forceinline__ void wait_for_previous_knowing(const Of&... found) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    const uint32_t never = (topmost(found) | ...);
+    asm volatile(
+        "{ .reg .pred go; setp.eq.u32 go, %0, 0;\n"
+        "@go griddepcontrol.wait; }" ::"r"(never)
+        : "memory");
+#endif
+}
 // Lets the next kernel start, up to its own wait, on multiprocessors that have room.
 __device__ __forceinline__ void release_next() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
