@@ -74,6 +74,17 @@ __device__ __forceinline__ float lane_scan(float v) {
     return v;
 }
 
+// 1 / sqrt(v) to the same bits as rsqrtf, where v is no denormal number: without what that would take.
+__device__ __forceinline__ float rsqrt_of_normal(float v) {
+#ifdef RWKV_HIP
+    return rsqrtf(v);
+#else
+    float root;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(v));
+    return root;
+#endif
+}
+
 // Ask for a line of 128 bytes to be brought into the L2 cache.
 __device__ __forceinline__ void prefetch(const void* p) {
 #ifndef RWKV_HIP

@@ -4,6 +4,9 @@
 // own columns, and every warp then combines those of all warps in the same order: one barrier a row, no cancellation, and the
 // same bits however a row is spread over blocks. Blends start from the normalised values as rounded to fp16, which is what
 // the shift state keeps, so that a token's result does not depend on where a prompt was cut.
+#ifndef RWKV_HIP
+#include "linear/hopper.cuh"
+#endif
 #include "norm.cuh"
 
 namespace rwkv {
@@ -17,62 +20,161 @@ constexpr int PREFILL_WARPS = 16;  // that a multiprocessor has room for then
 
 __global__ void __launch_bounds__(MAX_THREADS) embed_kernel(
         const int64_t* ids, const int64_t* slots, const __half* table, float* x, int width) {
+    const int64_t* const first = (slots ? slots : ids) + blockIdx.x;
+    const __half* const columns = table + threadIdx.x * EACH;
+    float* const to = x + size_t(blockIdx.x) * width + threadIdx.x * EACH;
     release_next();
-    wait_for_previous();
-    const int64_t slot = slots ? slots[blockIdx.x] : 0;
-    const int64_t id = slot < 0 ? 0 : ids[slots ? slot : blockIdx.x];
+    wait_for_previous_knowing(first, columns, to);
+    int64_t id = *first;
     float v[EACH] = {};
-    if (slot >= 0) load8(table + id * width + threadIdx.x * EACH, v);
-    store8(x + size_t(blockIdx.x) * width + threadIdx.x * EACH, v);
+    if (slots && id >= 0) id = ids[id];
+    if (id >= 0) load8(columns + id * width, v);
+    store8(to, v);
 }
 
-// Every row is one token of its own slot; a block, or a cluster of them, takes a row. `inputs_ready`: the kernel before does not
-// write shift or slots, nor does one that may still run beside it, so they are read before it has ended.
-template <int K>
+// Layer norm as in norm.cuh, of a row that a block, or a cluster of them if SPREAD, takes alone. What does not depend on the row is
+// found in the constructor. The blocks of a cluster send their moments to where they are awaited: a barrier of all threads would
+// first wait for everything that they have written.
+template <bool SPREAD>
+struct RowNorm {
+    static constexpr int MOST = MAX_WIDTH / SPAN;  // warps
+    struct Shared {
+        Moments moments;
+        uint64_t complete;
+    };
+    Shared& shared;
+    float2* own;           // of this warp
+    const float2* other;   // of a warp, which this lane combines with those of other lanes; both halves of a warp have all
+    float count, columns;  // of own, of other
+    int width;
+    bool live, sends;
+    uint32_t sent_to, complete_at;  // of the block that this lane sends to
+
+    // All threads call this. Those of a cluster meet behind it, in `begin`.
+    __device__ __forceinline__ RowNorm(const Place& place, Shared& shared) : shared(shared), width(place.width), live(place.live) {
+        const int warp = threadIdx.x / LANES + place.part * place.warps, lane = threadIdx.x % LANES;
+        const int warps = place.parts * place.warps;
+        const bool counts = lane % MOST < warps;
+        own = shared.moments.of_warp + warp, other = shared.moments.of_warp + lane % MOST;
+        count = SPREAD ? SPAN : fminf(SPAN, width - warp * SPAN);
+        columns = !counts ? 0.f : SPREAD ? SPAN : fminf(SPAN, width - lane % MOST * SPAN);
+        sends = lane < (SPREAD ? place.parts : 1);
+        if (!counts) shared.moments.of_warp[lane % MOST] = make_float2(0.f, 0.f);
+#if __CUDA_ARCH__ >= 900
+        if constexpr (SPREAD) {
+            if (threadIdx.x == 0) {
+                init_barrier(&shared.complete, 1);
+                publish_barriers();
+                expect_bytes(&shared.complete, warps * sizeof(float2));
+            }
+            __syncwarp();
+            cluster_arrive_relaxed();
+            const int rank = min(lane, place.parts - 1);
+            sent_to = remote_address(own, rank), complete_at = remote_address(&shared.complete, rank);
+        }
+#endif
+    }
+    __device__ __forceinline__ void begin() const {
+        if (SPREAD) cluster_wait();  // all blocks have started: their shared memory is there
+    }
+    // What is worth knowing of it before a wait, beside `columns`.
+    __device__ __forceinline__ int places() const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+        return int(SPREAD ? sent_to | complete_at | shared_address(other) : shared_address(own) | shared_address(other));
+#else
+        return 0;
+#endif
+    }
+    __device__ __forceinline__ void share(const float (&v)[EACH]) const {
+        float sum = 0.f, squares = 0.f;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) sum += v[j];
+        const float mean = over<true>(lane_sum(live ? sum : 0.f), count);
+#pragma unroll
+        for (int j = 0; j < EACH; j++) squares = fmaf(v[j] - mean, v[j] - mean, squares);
+        squares = lane_sum(live ? squares : 0.f);
+#if __CUDA_ARCH__ >= 900
+        if constexpr (SPREAD) {
+            if (sends)
+                asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+                             ::"r"(sent_to), "f"(mean), "f"(squares), "r"(complete_at) : "memory");
+            return;
+        }
+#endif
+        if (sends) *own = make_float2(mean, squares);
+    }
+    // Behind it all moments are there.
+    __device__ __forceinline__ void meet() const {
+#if __CUDA_ARCH__ >= 900
+        if constexpr (SPREAD) return wait(&shared.complete, 0);
+#endif
+        __syncthreads();
+    }
+    __device__ __forceinline__ Halves normalize(
+            const float (&v)[EACH], const float (&weight)[EACH], const float (&bias)[EACH]) const {
+        const float2 share = *other;
+        // With 0 added, so that it is no negative zero: norm.cuh sums over all lanes, of which half have none.
+        const float mean = over<true>(sum_of_half(fmaf(columns, share.x, 0.f)), width);
+        const float squares = sum_of_half(fmaf(columns * (share.x - mean), share.x - mean, share.y));
+        const float scale = rsqrt_of_normal(over<true>(squares, width) + LAYER_NORM_EPS);
+        Halves out;
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            out.pair[j] = __floats2half2_rn(fmaf((v[2 * j] - mean) * scale, weight[2 * j], bias[2 * j]),
+                fmaf((v[2 * j + 1] - mean) * scale, weight[2 * j + 1], bias[2 * j + 1]));
+        return out;
+    }
+
+private:
+    static __device__ __forceinline__ float sum_of_half(float v) {
+#pragma unroll
+        for (int d = MOST / 2; d; d /= 2) v += __shfl_xor_sync(ALL, v, d, LANES);
+        return v;
+    }
+};
+
+// Every row is one token of its own slot; a block, or a cluster of them if SPREAD, takes a row. `inputs_ready`: the kernel before
+// does not write shift or slots, nor does one that may still run beside it, so they are read before it has ended.
+template <int K, bool SPREAD>
 __global__ void __launch_bounds__(MAX_THREADS) decode_kernel(
         float* x, const __half* y, const float* weight, const float* bias, const float* mix, __half* shift, const int64_t* slots,
         __half* out, int rows, int width, bool inputs_ready) {
-    __shared__ Moments moments[1];
-    const Place place(width, gridDim.x, blockIdx.x);
-    if (place.parts > 1) cluster_arrive_relaxed();
-    const int row = blockIdx.y;
-    const size_t at = size_t(row) * width + place.column;
-    int64_t slot;
-    Halves previous, normed[1];
-    const auto look_back = [&] {
-        slot = slots[row];
-        previous = zero_halves();
-        if (place.live && slot >= 0) previous = load_halves_at_once(shift + slot * width + place.column);
-    };
-    float scale[EACH] = {}, offset[EACH] = {}, ratios[K][EACH];
-    if (place.live) {
-        load8_now(weight + place.column, scale), load8_now(bias + place.column, offset);
+    __shared__ typename RowNorm<SPREAD>::Shared shared;
+    const Place place(width, SPREAD ? gridDim.x : 1, SPREAD ? blockIdx.x : 0);
+    const RowNorm<SPREAD> norm(place, shared);
+    const int row = blockIdx.y, column = place.live ? place.column : 0;  // all threads read, so that none branches
+    const size_t at = size_t(row) * width + column;
+    float scale[EACH], offset[EACH], ratios[K][EACH], v[EACH];
+    load8_now(weight + column, scale), load8_now(bias + column, offset);
 #pragma unroll
-        for (int k = 0; k < K; k++) load8_now(mix + k * width + place.column, ratios[k]);
+    for (int k = 0; k < K; k++) load8_now(mix + k * width + column, ratios[k]);
+    if (!inputs_ready) {
+        release_next();
+        wait_for_previous();
     }
-    if (inputs_ready) look_back();
+    const int64_t slot = slots[row];
+    __half* const shift_at = shift + (slot < 0 ? 0 : slot) * width + column;
+    Halves previous = zero_halves();
+    if (slot >= 0) previous = load_halves_at_once(shift_at);
+    float* const x_at = x + at;
+    const __half* const y_at = y ? y + at : reinterpret_cast<const __half*>(x_at);
+    __half* const out_at = out + at;
     // The residual stream was written long ago; asked for after the wait, it would come behind the next product's weights.
-    if (place.live) prefetch(x + at);
+    prefetch(x_at);
     release_next();
-    wait_for_previous();
-    if (!inputs_ready) look_back();
-    float v[1][EACH] = {};
-    if (place.live) {
-        load8(x + at, v[0]);
-        if (y) {
-            float added[EACH];
-            load8(y + at, added);
-#pragma unroll
-            for (int j = 0; j < EACH; j++) v[0][j] += added[j];
-            store8(x + at, v[0]);
-        }
-    }
-    if (place.parts > 1) cluster_wait();  // all blocks have started: their shared memory is there
-    normalize(v, scale, offset, place, moments, normed);
+    norm.begin();
+    wait_for_previous_knowing(x_at, y_at, shift_at, out_at, norm.places(), norm.columns);
+    load8(x_at, v);
+    const Halves added = load_halves_at_once(y_at);
+    if (y) add(v, added);
+    norm.share(v);
+    if (y && place.live) store8(x_at, v);
+    norm.meet();
+    const Halves normed = norm.normalize(v, scale, offset);
     if (!place.live) return;
-    if (slot >= 0) store_halves_at_once(shift + slot * width + place.column, normed[0]);
+    if (slot >= 0) store_halves_at_once(shift_at, normed);
 #pragma unroll
-    for (int k = 0; k < K; k++) store_halves_at_once(out + size_t(k) * rows * width + at, lerp(normed[0], previous, ratios[k]));
+    for (int k = 0; k < K; k++) store_halves_at_once(out_at + size_t(k) * rows * width, lerp(normed, previous, ratios[k]));
 }
 
 // The same for many rows, R to a block: everything is asked for before anything is stored, and the blends' proportions, which
@@ -345,25 +447,29 @@ __global__ void __launch_bounds__(MAX_THREADS, 3) edge_kernel(
 
 __global__ void __launch_bounds__(MAX_THREADS) add_norm_kernel(
         const float* x, const __half* y, const int64_t* index, const float* weight, const float* bias, __half* out, int width) {
-    __shared__ Moments moments[1];
+    __shared__ RowNorm<false>::Shared shared;
     const Place place(width, 1, 0);
-    float scale[EACH] = {}, offset[EACH] = {}, v[1][EACH] = {};
-    if (place.live) load8_now(weight + place.column, scale), load8_now(bias + place.column, offset);
+    const RowNorm<false> norm(place, shared);
+    const int column = place.live ? place.column : 0;
+    const size_t at = size_t(blockIdx.x) * width + column;
+    const float* x_at = x + at;
+    const __half* y_at = y ? y + at : reinterpret_cast<const __half*>(x_at);
+    __half* const out_at = out + at;
+    float scale[EACH], offset[EACH], v[EACH];
+    load8_now(weight + column, scale), load8_now(bias + column, offset);
     release_next();
-    wait_for_previous();
-    if (place.live) {
-        const size_t at = size_t(index ? index[blockIdx.x] : blockIdx.x) * width + place.column;
-        load8(x + at, v[0]);
-        if (y) {
-            float added[EACH];
-            load8(y + at, added);
-#pragma unroll
-            for (int j = 0; j < EACH; j++) v[0][j] += added[j];
-        }
+    wait_for_previous_knowing(x_at, y_at, out_at, norm.places(), norm.columns);
+    if (index) {
+        const size_t at = size_t(index[blockIdx.x]) * width + column;
+        x_at = x + at, y_at = y ? y + at : reinterpret_cast<const __half*>(x_at);
     }
-    Halves normed[1];
-    normalize(v, scale, offset, place, moments, normed);
-    if (place.live) store_halves_at_once(out + size_t(blockIdx.x) * width + place.column, normed[0]);
+    load8(x_at, v);
+    const Halves added = load_halves_at_once(y_at);
+    if (y) add(v, added);
+    norm.share(v);
+    norm.meet();
+    const Halves normed = norm.normalize(v, scale, offset);
+    if (place.live) store_halves_at_once(out_at, normed);
 }
 
 static bool fits(int width) { return width > 0 && width % 64 == 0 && width <= MAX_WIDTH; }
@@ -377,8 +483,10 @@ template <int K>
 static cudaError_t decode(float* x, const __half* y, const float* weight, const float* bias, const float* mix, __half* shift,
         const int64_t* slots, __half* out, int rows, int width, int parts, bool inputs_ready, int overlap, cudaStream_t stream) {
     const Launch how = {dim3(parts, rows), dim3(threads(width / parts)), stream, overlap, parts};
-    if (rows < MANY_ROWS || width <= MANY_WIDTH || how.block.x > MANY_THREADS)
-        return start(decode_kernel<K>, how, x, y, weight, bias, mix, shift, slots, out, rows, width, inputs_ready);
+    if (rows < MANY_ROWS || width <= MANY_WIDTH || how.block.x > MANY_THREADS) {
+        const auto kernel = parts > 1 ? decode_kernel<K, HAS_CLUSTERS> : decode_kernel<K, false>;
+        return start(kernel, how, x, y, weight, bias, mix, shift, slots, out, rows, width, inputs_ready);
+    }
     Launch many = how;
     many.grid.y = (rows + DECODE_ROWS - 1) / DECODE_ROWS;
     return start(decode_many_kernel<K, DECODE_ROWS>, many, x, y, weight, bias, mix, shift, slots, out, rows, width, inputs_ready);
