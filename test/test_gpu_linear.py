@@ -63,6 +63,11 @@ def relu_square64(x):
 
 
 class TestGemv:
+    def test_no_tokens(self, linear):
+        """As of a step whose logits nobody wants; nothing is read."""
+        linear.gemv(random(3, 768)[:0], random(768, 768), empty(3, 768)[:0])
+        torch.cuda.synchronize()
+
     @pytest.mark.parametrize("n", FEW)
     @pytest.mark.parametrize(
         ("problems", "rows", "width"), [(1, 320, 320), (3, 768, 768), (1, 1001, 1024), (1, 10240, 2560), (3, 4096, 4096)]
@@ -224,6 +229,8 @@ class TestLora:
     def test_beside_a_product(self, gemm, n, width, ranks, has_v):
         """Both halves in one launch with r, k and v, in every way that is offered: right, and nothing depends on the others."""
         lora, weight = random_lora(width, ranks, has_v=has_v), random(3, width, width, scale=width**-0.5)
+        from rwkv_batch.kernels.tiled import tiles_of
+
         mixed, matrix = random(6, 16, width, seed=3), gemm.prepare(weight)
 
         def run(tokens, config):
@@ -242,6 +249,11 @@ class TestLora:
                 again = run(slice(16 - n, 16), config)
                 assert torch.equal(again[1], hidden)
                 assert all(torch.equal(a, b) for a, b in zip(again[2], outputs, strict=True))
+            matrix.tiled = tiles_of(weight)
+            again = run(slice(16 - n, 16), config)
+            matrix.tiled = None
+            assert torch.equal(again[0], rkv)
+            assert torch.equal(again[1], hidden)
             whole = whole or run(slice(0, 16), gemm.inputs_configs(16, matrix, lora)[0])
             assert torch.equal(hidden, whole[1][16 - n :])
             assert all(torch.equal(a, b[16 - n :]) for a, b in zip(outputs, whole[2], strict=True))

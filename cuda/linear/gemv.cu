@@ -135,6 +135,19 @@ __global__ __launch_bounds__(WARPS * LANES, 3) void few_tokens(const __grid_cons
 constexpr int MAX_RANK_STEPS = 16;
 constexpr int RANK_PITCH = MAX_RANK_STEPS * STEP + 32;  // halves between tokens: fragments then meet no bank twice
 
+// As load_weights_if, but not a load of constants, which the compiler would move behind the wait for previous kernels.
+__device__ __forceinline__ uint4 load_ahead_if(const __half* p, bool wanted) {
+    uint4 v;
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0;\n"
+        "mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+        "@wanted ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+        : "l"(p), "r"(int(wanted))
+        : "memory");
+    return v;
+}
+
 template <int HALVES>
 __global__ __launch_bounds__(WARPS * LANES) void few_ranks(const __grid_constant__ Products all) {
     constexpr int TOKENS = 8 * HALVES, THREADS = WARPS * LANES / TOKENS;  // to a token, that fetch it
@@ -147,17 +160,18 @@ __global__ __launch_bounds__(WARPS * LANES) void few_ranks(const __grid_constant
     const __half* row = p.weight + int64_t(min(first_row + group, p.rows - 1)) * width + 8 * quarter;
     uint4 w[MAX_RANK_STEPS];
 #pragma unroll
-    for (int s = 0; s < MAX_RANK_STEPS; s++) w[s] = load_weights_if(row + s * STEP, s * STEP < width);
+    for (int s = 0; s < MAX_RANK_STEPS; s++) w[s] = load_ahead_if(row + s * STEP, s * STEP < width);
     const int out_row = first_row + 2 * quarter;
     const float bias[2] = {bias_of(p, out_row), bias_of(p, out_row + 1)};
-    wait_for_previous();
     const int token = threadIdx.x / THREADS;
+    const __half* const own = p.x + int64_t(token) * p.x_stride + threadIdx.x % THREADS * 8;
+    wait_for_previous_knowing(own, out_row);
     uint4 x[MAX_RANK_STEPS * STEP / 8 / THREADS];
 #pragma unroll
     for (int j = 0; j < MAX_RANK_STEPS * STEP / 8 / THREADS; j++) {
         const int k = (j * THREADS + threadIdx.x % THREADS) * 8;
         x[j] = make_uint4(0, 0, 0, 0);
-        if (token < all.num_tokens && k < width) x[j] = *reinterpret_cast<const uint4*>(p.x + int64_t(token) * p.x_stride + k);
+        if (token < all.num_tokens && k < width) x[j] = *reinterpret_cast<const uint4*>(own + j * THREADS * 8);
     }
 #pragma unroll
     for (int j = 0; j < MAX_RANK_STEPS * STEP / 8 / THREADS; j++)
@@ -225,7 +239,10 @@ __global__ __launch_bounds__((WARPS + 1) * LANES, HALVES == 1 && STAGES * STAGE_
         return;
     }
     wait_for_previous();
-    uint4 a[4 * PIECES][2] = {};  // x of this lane: k = 256 s + 32 warp + 8 quarter and seven more
+    // x of this lane: k = 256 s + 32 warp + 8 quarter and seven more; lanes without a token have the last one's.
+    uint4 a[4 * PIECES][2];
+#pragma unroll
+    for (int s = 0; s < 4 * PIECES; s++) a[s][1] = make_uint4(0, 0, 0, 0);
     int loaded = -1, flip = 0;
     for (int tile = first; tile < last; tile++) {
         const int i = all.of(tile);
@@ -234,12 +251,13 @@ __global__ __launch_bounds__((WARPS + 1) * LANES, HALVES == 1 && STAGES * STAGE_
         if (i != loaded) {
             loaded = i;
 #pragma unroll
-            for (int s = 0; s < 4 * PIECES; s++)
+            for (int h = 0; h < HALVES; h++) {
+                const int token = min(group + 8 * h, all.num_tokens - 1);
+                const __half* const x = p.x + int64_t(token) * p.x_stride + warp * STEP + 8 * quarter;
 #pragma unroll
-                for (int h = 0; h < HALVES; h++)
-                    if (group + 8 * h < all.num_tokens && s * WARPS * STEP + warp * STEP < width)
-                        a[s][h] = *reinterpret_cast<const uint4*>(p.x + int64_t(group + 8 * h) * p.x_stride + s * WARPS * STEP +
-                                                                  warp * STEP + 8 * quarter);
+                for (int s = 0; s < 4 * PIECES; s++)
+                    if (s * WARPS * STEP + warp * STEP < width) a[s][h] = *reinterpret_cast<const uint4*>(x + s * WARPS * STEP);
+            }
         }
         float sum[4] = {};
 #pragma unroll
@@ -307,6 +325,7 @@ int start_ring(const Products& all, int overlap, void* stream) {
 
 // Products of at most 16 tokens.
 int start_stream(const Products& all, int overlap, void* stream) {
+    if (all.num_tokens < 1) return cudaSuccess;  // of a step without logits; lanes without a token read the last one's
     int longest = 0;
     for (int i = 0; i < all.count; i++) longest = max(longest, all.item[i].width);
     if (!device().hopper || longest > PIECES * PIECE) return start_few<WARPS>(all, overlap, stream);

@@ -49,11 +49,11 @@ struct Masked {
 constexpr int EARLY = 1;                // of those ahead, copied whole before the mask is known
 constexpr int ROUND = 2 * MASKED_WARPS;  // steps of all warps in turn, two each
 
-__device__ __forceinline__ void copy_if(uint32_t to, const uint8_t* from, bool wanted) {
+__device__ __forceinline__ void copy_if(uint32_t to, const uint8_t* from, uint32_t wanted) {
     asm volatile(
         "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n"
         "@wanted cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %3; }" ::"r"(to),
-        "l"(from), "r"(int(wanted)), "l"(READ_ONCE)
+        "l"(from), "r"(wanted), "l"(READ_ONCE)
         : "memory");
 }
 __device__ __forceinline__ void copy_scales_if(uint32_t to, const __half* from, bool wanted) {  // two
@@ -162,14 +162,15 @@ __global__ __launch_bounds__(MASKED_WARPS * LANES, 1) void masked_ffn(const __gr
     constexpr int PIECES = ROW_BYTES / 16, ROWS_AT_ONCE = LANES / PIECES;  // to a row; rows that a warp copies at once
     const int piece = lane % PIECES, row = lane / PIECES, pitch = M::bytes(width);
     const uint8_t* const rows = weight + int64_t(begin * UNITS + row) * pitch + M::bytes(first_column) + piece * 16;
+    const uint32_t turned = (piece ^ M::turn_of(row)) * 16;  // as rows at once are few, turn_of(i + row) = turn_of(i) ^ turn_of(row)
     auto copy = [&](int step, uint32_t on) {
         if (step < count) {
             const uint8_t* from = rows + int64_t(first_unit(step)) * pitch;
-            const uint32_t to = ring + step % RING * STAGE_BYTES;
+            const uint32_t to = ring + step % RING * STAGE_BYTES, own = on >> row;
 #pragma unroll
             for (int i = 0; i < UNITS; i += ROWS_AT_ONCE)
-                copy_if(to + M::place_of(i + row) * ROW_BYTES + (piece ^ M::turn_of(i + row)) * 16, from + int64_t(i) * pitch,
-                        on >> (i + row) & 1);
+                copy_if(to + M::place_of(i + row) * ROW_BYTES + (turned ^ M::turn_of(i) * 16), from + int64_t(i) * pitch,
+                        own & 1u << i);
             if constexpr (grouped(FORMAT))
                 copy_scales_if(to + UNITS * ROW_BYTES + lane * 4,
                                static_cast<const __half*>(scales) +
@@ -181,7 +182,7 @@ __global__ __launch_bounds__(MASKED_WARPS * LANES, 1) void masked_ffn(const __gr
     uint8_t* const values = memory + RING_BYTES + warp * PAIRS * TOKENS * PAIR_BYTES;  // [PAIRS, TOKENS, 2 * UNITS] fp16
     // Beyond the last token and unit come zeros; where this block's units end within a pair, the rest is not used.
     auto load = [&](int pair) {
-        if (lane > 0 || 2 * pair >= count) return;
+        if (2 * pair >= count || !elected()) return;
         uint64_t* const barrier = &arrived[warp][pair % PAIRS];
         expect_bytes(barrier, TOKENS * PAIR_BYTES);
         copy_box(values + pair % PAIRS * TOKENS * PAIR_BYTES, hidden, barrier, READ_AGAIN, begin * UNITS + first_unit(2 * pair), 0, 0);
@@ -220,9 +221,10 @@ __global__ __launch_bounds__(MASKED_WARPS * LANES, 1) void masked_ffn(const __gr
     for (int i = EARLY * STAGE_BYTES + lane * 16; i < RING * STAGE_BYTES; i += LANES * 16)
         *reinterpret_cast<uint4*>(memory + warp * RING * STAGE_BYTES + i) = make_uint4(0, 0, 0, 0);
     __syncwarp();
-    wait_for_previous();
+    const uint32_t* const mask = active_mask + begin;
+    wait_for_previous_knowing(mask + first_unit(lane) / UNITS, mask + first_unit(LANES + lane) / UNITS, rows, pitch, int(turned));
     // The mask's words of LANES steps, one for each lane; those after them are on their way.
-    auto words_of = [&](int step) { return step + lane < count ? active_mask[begin + first_unit(step + lane) / UNITS] : 0u; };
+    auto words_of = [&](int step) { return step + lane < count ? mask[first_unit(step + lane) / UNITS] : 0u; };
     uint32_t word = words_of(0), word_next = words_of(LANES);
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) load(i);

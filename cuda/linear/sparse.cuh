@@ -107,11 +107,14 @@ struct Some<PLAIN> {
 };
 
 #if __CUDA_ARCH__ >= 900
-// Store into the shared memory of a block of the cluster, where the bytes count towards its `barrier`.
-__device__ __forceinline__ void send(float* to, float value, uint64_t* barrier, int rank) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(remote_address(to, rank)),
-                 "r"(__float_as_int(value)), "r"(remote_address(barrier, rank))
+// Store into the shared memory of a block of the cluster, where the bytes count towards its `barrier`. Addresses as of the cluster.
+__device__ __forceinline__ void send(uint32_t to, float value, uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+                 "r"(__float_as_int(value)), "r"(barrier)
                  : "memory");
+}
+__device__ __forceinline__ void send(float* to, float value, uint64_t* barrier, int rank) {
+    send(remote_address(to, rank), value, remote_address(barrier, rank));
 }
 #endif
 
@@ -141,19 +144,23 @@ __global__ __launch_bounds__(SPARSE_THREADS, 2) void sparse_ffn(const __half* hi
     }
     cluster_arrive_relaxed();
 #endif
-    const int workers = SPARSE_THREADS / lanes, worker = threadIdx.x / lanes, lane = threadIdx.x % lanes;
+    const int lane_bits = 31 - __clz(lanes), each_bits = 31 - __clz(each);  // both are powers of two
+    const int workers = SPARSE_THREADS >> lane_bits, worker = threadIdx.x >> lane_bits, lane = threadIdx.x & (lanes - 1);
     const int warp = threadIdx.x / LANES;
     const int rank = blockIdx.x % splits, token = blockIdx.x / splits % num_tokens, block = blockIdx.x / splits / num_tokens;
     const int share = ((units + splits - 1) / splits + 3) / 4 * 4;
     const int begin = min(rank * share, units), end = min(begin + share, units);
     const int column = (block * lanes + lane) * COUNT;
-    wait_for_previous();
+    int unit = begin + 4 * threadIdx.x;
+    const __half* values = hidden + int64_t(token) * units + unit;
+    if constexpr (FORMAT == NF4) wait_for_previous();  // whose codes take the registers for it
+    else wait_for_previous_knowing(values, end, column, worker);
 
     float sum[COUNT] = {};
-    for (int round = begin; round < end; round += 4 * SPARSE_THREADS) {
-        const int unit = round + 4 * threadIdx.x;
+    constexpr int ROUND_UNITS = 4 * SPARSE_THREADS;
+    for (int round = begin; round < end; round += ROUND_UNITS, unit += ROUND_UNITS, values += ROUND_UNITS) {
         uint2 raw = make_uint2(0, 0);
-        if (unit < end) raw = *reinterpret_cast<const uint2*>(hidden + int64_t(token) * units + unit);
+        if (unit < end) raw = *reinterpret_cast<const uint2*>(values);
         const uint32_t value[4] = {raw.x & 0xffff, raw.x >> 16, raw.y & 0xffff, raw.y >> 16};
         int count = 0;
 #pragma unroll
@@ -210,9 +217,9 @@ __global__ __launch_bounds__(SPARSE_THREADS, 2) void sparse_ffn(const __half* hi
         float total = 0.f;
 #pragma unroll
         for (int s = 0; s < SPARSE_WARPS; s++) total += parts[s * columns + threadIdx.x];
-        float* to = gathered + rank * each + threadIdx.x % each;
+        float* to = gathered + rank * each + (threadIdx.x & (each - 1));
 #if __CUDA_ARCH__ >= 900
-        send(to, total, &complete, threadIdx.x / each);
+        send(to, total, &complete, threadIdx.x >> each_bits);
 #else
         *to = total;
 #endif
