@@ -16,33 +16,47 @@ template <class State, int WARPS>
 __global__ void __launch_bounds__(WARPS* LANES, 32 / WARPS) wkv_decode_kernel(
         WkvInputs in, State* state, const int64_t* slots, int heads, bool inputs_ready) {
     constexpr int ROWS = HEAD / (WARPS * BAND);  // of a lane
+    // Few blocks all begin before the wait, and have registers left: they find in front of it what they can. Of many blocks most
+    // begin behind it.
+    constexpr bool AHEAD = WARPS > 4;
     __shared__ Token token;
     __shared__ Outputs y;
     const int head = blockIdx.x % heads, row = blockIdx.x / heads, warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    const int channel = head * HEAD + 2 * lane;
+    const size_t input = size_t(row) * heads * HEAD + channel;
+    const int64_t* const slot_at = slots + row;
+    Vectors of;
+    if (AHEAD && warp == 0) of.load_ahead(in, channel);
     release_next();
-    if (!inputs_ready) wait_for_previous();
-    const int64_t slot = slots[row];
+    if (!inputs_ready) wait_for_previous_knowing(slot_at);
+    const int64_t slot = *slot_at;
     const int value = warp * ROWS * BAND + lane / GROUP;  // the lane's rows: value, value + BAND, ...
-    State* at = state + ((slot * heads + head) * HEAD + value) * HEAD;
+    State* at = state + (((slot < 0 ? 0 : slot) * heads + head) * HEAD + value) * HEAD;
     Keys<State> keys[ROWS];
     if (slot >= 0) {
 #pragma unroll
         for (int m = 0; m < ROWS; m++) keys[m].load(at + m * BAND * HEAD);
     }
-    wait_for_previous();
+    if constexpr (AHEAD)
+        wait_for_previous_knowing(at, in.w_raw + input, in.r + input, in.k + input, in.v + input, in.a + input, in.gate + input,
+                                  in.v_mix + input, in.v_first + input, Keys<State>::place(2 * lane));
+    else
+        wait_for_previous();
     if (slot < 0) return;
-    const int channel = head * HEAD + 2 * lane;
-    const size_t input = size_t(row) * heads * HEAD + channel;
     Finish with;
     if (warp == 0) {
         Raw raw;
         raw.load(in, input);
-        with = prepare<State>(raw, Vectors(in, channel), in, input, token);
+        if (!AHEAD) of = Vectors(in, channel);
+        with = prepare<State>(raw, of, in, input, token);
+        if (AHEAD) of.load_rest(in, channel);
     }
     __syncthreads();
     advance(keys, at, value, token, y);
     __syncthreads();
-    if (warp == 0) finish(load2(y.of_value + 2 * lane), with, Vectors(in, channel), in.out + input);
+    if (warp > 0) return;
+    if (!AHEAD) of = Vectors(in, channel);
+    finish(load2(y.of_value + 2 * lane), with, of, in.out + input);
 }
 
 // Packed rows of any lengths: row b owns tokens starts[b] to starts[b + 1] - 1. A block walks one head of a row, STAGE tokens

@@ -27,6 +27,18 @@ __device__ __forceinline__ void store2(float* p, float2 v) { *reinterpret_cast<f
 __device__ __forceinline__ float dot(float2 a, float2 b) { return fmaf(a.x, b.x, a.y * b.y); }
 __device__ __forceinline__ float2 operator*(float2 a, float2 b) { return make_float2(a.x * b.x, a.y * b.y); }
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
-__device__ __forceinline__ float decay(float w_raw) { return __expf(LOG_DECAY_SCALE * sigmoid(w_raw)); }
+// exp(v) to the same bits as __expf where the result is no denormal number; else it is 0.
+__device__ __forceinline__ float exp_or_zero(float v) {
+#ifdef RWKV_HIP
+    return __expf(v);
+#else
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(v * 1.4426950408889634f));
+    return power;
+#endif
+}
+__device__ __forceinline__ float decay(float w_raw) {
+    return exp_or_zero(LOG_DECAY_SCALE * __fdividef(1.f, 1.f + exp_or_zero(-w_raw)));
+}
 
 }  // namespace rwkv

@@ -12,6 +12,16 @@ struct Vectors {
     __device__ __forceinline__ Vectors(const WkvInputs& in, int channel)
         : k_k(load2(in.k_k + channel)), k_a(load2(in.k_a + channel)), r_k(load2(in.r_k + channel)),
           norm_weight(load2(in.norm_weight + channel)), norm_bias(load2(in.norm_bias + channel)) {}
+
+    // The same in two steps: what `prepare` needs, before the wait for other kernels, and what `finish` does.
+    Vectors() = default;
+    __device__ __forceinline__ void load_ahead(const WkvInputs& in, int channel) {
+        k_k = load2(in.k_k + channel), k_a = load2(in.k_a + channel), r_k = load2(in.r_k + channel);
+        prefetch(in.norm_weight + channel), prefetch(in.norm_bias + channel);
+    }
+    __device__ __forceinline__ void load_rest(const WkvInputs& in, int channel) {
+        norm_weight = load2(in.norm_weight + channel), norm_bias = load2(in.norm_bias + channel);
+    }
 };
 
 // A token's inputs for two channels, as read.
@@ -57,7 +67,7 @@ __device__ __forceinline__ Finish prepare(const Raw& raw, const Vectors& of, con
     const float2 key = make_float2(k.x * fmaf(a.x - 1.f, of.k_a.x, 1.f), k.y * fmaf(a.y - 1.f, of.k_a.y, 1.f));
     const float squares = lane_sum(dot(kk, kk)), bonus = lane_sum(dot(r * of.r_k, key));
     float2 by_r = make_float2(lane_sum(dot(kk * a, r)), lane_sum(dot(key, r)));
-    const float norm = rsqrtf(fmaxf(squares, 1e-24f));
+    const float norm = rsqrt_of_normal(fmaxf(squares, 1e-24f));
     kk.x *= norm, kk.y *= norm, by_r.x *= norm;
     const float2 inserted = kk * a;
     store2(token.kk + to, kk), store2(token.kept + to, w * r), store2(token.decay + to, w);
@@ -70,7 +80,7 @@ __device__ __forceinline__ Finish prepare(const Raw& raw, const Vectors& of, con
 __device__ __forceinline__ void finish(float2 y, const Finish& with, const Vectors& of, __half* out) {
     const float mean = lane_sum(y.x + y.y) / HEAD;
     y.x -= mean, y.y -= mean;
-    const float scale = rsqrtf(lane_sum(dot(y, y)) / HEAD + GROUP_NORM_EPS);
+    const float scale = rsqrt_of_normal(lane_sum(dot(y, y)) / HEAD + GROUP_NORM_EPS);
     store2(out, make_float2((fmaf(y.x * scale, of.norm_weight.x, of.norm_bias.x) + with.bonus.x) * with.gate.x,
         (fmaf(y.y * scale, of.norm_weight.y, of.norm_bias.y) + with.bonus.y) * with.gate.y));
 }
