@@ -107,12 +107,17 @@ __global__ __launch_bounds__(FEW_THREADS, 2) void normed_products(const __grid_c
         load8_now(norm.weight + column, weight), load8_now(norm.bias + column, bias);
         load8_now(norm.mix + p.plane[share.item] * width + column, ratio);
     }
-    wait_for_previous();
+    FewReader reader(p.products, memory, ring);
+    const uint32_t sums_here = sums_at(sums), own = staged_at(p.products, mixed);
+    const uint32_t moments_at = kept(shared_address(moments[token]));
+    const float* const x_here = norm.x + at;
+    const __half* const y_here = norm.y + at;
+    wait_for_previous_knowing(x_here, y_here, results.to, results.activation, share_of_column);
 
     float v[EACH] = {};
     if (live) {
-        load8(norm.x + at, v);
-        if (norm.y) added = load_halves(norm.y + at);
+        load8(x_here, v);
+        if (norm.y) added = load_halves_at_once(y_here);
     }
     float sum = 0.f, squares = 0.f;
 #pragma unroll
@@ -126,24 +131,29 @@ __global__ __launch_bounds__(FEW_THREADS, 2) void normed_products(const __grid_c
 #pragma unroll
     for (int i = 0; i < EACH; i++) squares = fmaf(v[i] - mean, v[i] - mean, squares);
     squares = lane_sum(live ? squares : 0.f);
-    if (lane == 0 && token < num_tokens) moments[token][part] = make_float2(mean, squares);
+    if (lane == 0 && token < num_tokens) store_shared(moments_at + part * sizeof(float2), make_float2(mean, squares));
     sync();
     if (token < num_tokens) {
-        const float2 of = combine(moments[token], columns, width);
+        float2 found[PARTS];
+#pragma unroll
+        for (int i = 0; i < PARTS; i++) found[i] = load_shared(moments_at + i * sizeof(float2));
+        const float2 of = combine(found, columns, width);
         Halves normed;
 #pragma unroll
         for (int i = 0; i < 4; i++)
             normed.pair[i] = __floats2half2_rn(fmaf((v[2 * i] - of.x) * of.y, weight[2 * i], bias[2 * i]),
                                                fmaf((v[2 * i + 1] - of.x) * of.y, weight[2 * i + 1], bias[2 * i + 1]));
-        if (live)
-            store_halves(reinterpret_cast<__half*>(mixed + token * mixed_pitch) + column, lerp(normed, previous, ratio));
+        const Halves blend = lerp(normed, previous, ratio);
+        if (live)  // as `interleave` has it
+            store_halves_at_once(reinterpret_cast<__half*>(mixed + token * mixed_pitch) + column,
+                                 {blend.pair[0], blend.pair[2], blend.pair[1], blend.pair[3]});
         if (writes) {
             if (norm.y) store8(norm.x_out + at, v);
             store_halves(norm.normed + at, normed);
         }
     }
     sync();
-    multiply_staged(p.products, share, memory, ring, sums, results, mixed);
+    multiply_staged(width, share.last - share.first, reader, sums_here, results, own);
 #endif
 }
 
@@ -154,21 +164,23 @@ __global__ void __launch_bounds__(MAX_THREADS) last_norm(const float* x, const _
     __shared__ Moments moments[1];
     const Place place(width, 1, 0);
     const bool norms = int(blockIdx.x) < rows;
+    const int row = norms ? blockIdx.x : blockIdx.x - rows;
+    const size_t at = size_t(row) * width + place.column;
+    const int64_t slot = norms ? 0 : slots[row];
+    const float* const x_here = x + at;
+    const __half *const y_here = y + at, *const carried_here = carried + at;
+    __half *const out_here = out + at, *const carried_to_here = carried_to + slot * width + place.column;
     float scale[EACH] = {}, offset[EACH] = {}, v[1][EACH] = {};
     if (place.live && norms) load8_now(weight + place.column, scale), load8_now(bias + place.column, offset);
     release_next();
-    wait_for_previous();
+    wait_for_previous_knowing(x_here, y_here, carried_here, out_here);
     if (!norms) {
-        const int row = blockIdx.x - rows;
-        const int64_t slot = slots[row];
-        if (slot < 0 || !place.live) return;
-        store_halves(carried_to + slot * width + place.column, load_halves(carried + int64_t(row) * width + place.column));
+        if (slot >= 0 && place.live) store_halves_at_once(carried_to_here, load_halves_at_once(carried_here));
         return;
     }
     if (place.live) {
-        const size_t at = size_t(blockIdx.x) * width + place.column;
-        const Halves added = load_halves(y + at);
-        load8(x + at, v[0]);
+        const Halves added = load_halves_at_once(y_here);
+        load8(x_here, v[0]);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float2 pair = __half22float2(added.pair[i]);
@@ -177,7 +189,7 @@ __global__ void __launch_bounds__(MAX_THREADS) last_norm(const float* x, const _
     }
     Halves normed[1];
     normalize(v, scale, offset, place, moments, normed);
-    if (place.live) store_halves(out + size_t(blockIdx.x) * width + place.column, normed[0]);
+    if (place.live) store_halves_at_once(out_here, normed[0]);
 }
 
 template <int PARTS>

@@ -25,40 +25,32 @@ __global__ __launch_bounds__(FEW_THREADS, 2) void plain_products(const __grid_co
     if (warp == FEW_WARPS) return load_tiles(p.products, share, memory, ring, [] { wait_for_previous(); });
     const FewResults results(p.products, share, p.active_mask);
     const Product& q = p.products.all.item[share.item];
-    wait_for_previous();
+    const int tiles = share.last - share.first;
+    FewReader reader(p.products, memory, ring);
+    const uint32_t sums_here = sums_at(sums);
     if constexpr (PIECES == 0) {
         uint8_t* const staged = memory + p.products.ring_bytes();
+        const uint32_t own = staged_at(p.products, staged);
+        wait_for_previous_knowing(q.x, results.to, results.activation);
         for (int row = 0; row < p.products.all.num_tokens; row++)
 #pragma unroll 2
             for (int k = threadIdx.x * 8; k < width; k += FEW_WARPS * LANES * 8)
                 *reinterpret_cast<uint4*>(staged + row * pitch_of(width * 2) + k * 2) =
-                    *reinterpret_cast<const uint4*>(q.x + row * q.x_stride + k);
+                    interleave(*reinterpret_cast<const uint4*>(q.x + row * q.x_stride + k));
         sync_threads(1, FEW_WARPS * LANES);
-        return multiply_staged(p.products, share, memory, ring, sums, results, staged);
+        return multiply_staged(width, tiles, reader, sums_here, results, own);
     } else {
-        constexpr int STEPS = FEW_PIECE / EACH_STEP;
-        const __half* const x = q.x + lane / 4 * q.x_stride + warp * FEW_STEP + lane % 4 * 8;
+        const int row = min(lane / 4, p.products.all.num_tokens - 1);
+        const __half* const x = q.x + row * q.x_stride + warp * FEW_STEP + lane % 4 * 8;
         uint4 a[PIECES * STEPS];
+        wait_for_previous_knowing(x, results.to, results.activation);
 #pragma unroll
-        for (int s = 0; s < PIECES * STEPS; s++) {
-            a[s] = make_uint4(0, 0, 0, 0);
-            if (results.to && s * EACH_STEP + warp * FEW_STEP < width) a[s] = *reinterpret_cast<const uint4*>(x + s * EACH_STEP);
-        }
-        multiply_tiles(p.products, share, memory, ring, sums, results, [&](float (&sum)[2][4], auto next, auto done) {
+        for (int s = 0; s < PIECES * STEPS; s++)
+            a[s] = load_global_if(x + s * EACH_STEP, s < (PIECES - 1) * STEPS || s * EACH_STEP + warp * FEW_STEP < width);
 #pragma unroll
-            for (int c = 0; c < PIECES; c++) {
-                if (c * FEW_PIECE >= width) break;
-                const uint8_t* const rows = next();
-#pragma unroll
-                for (int s = c * STEPS; s < (c + 1) * STEPS; s++) {
-                    if (s * EACH_STEP + warp * FEW_STEP >= width) break;
-                    const uint4 w = *reinterpret_cast<const uint4*>(rows + s % STEPS * EACH_STEP * 2);
-                    mma(sum[0], a[s].x, 0, a[s].y, 0, w.x, w.y);
-                    mma(sum[1], a[s].z, 0, a[s].w, 0, w.z, w.w);
-                }
-                done();
-            }
-        });
+        for (int s = 0; s < PIECES * STEPS; s++) a[s] = interleave(a[s]);
+        if constexpr (PIECES == 1) multiply_held_ahead(width, tiles, reader, sums_here, results, a);
+        else multiply_held<PIECES>(width, tiles, reader, sums_here, results, a);
     }
 #endif
 }

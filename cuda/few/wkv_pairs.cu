@@ -48,66 +48,74 @@ __global__ void __launch_bounds__(WARPS* LANES, 2) wkv_pairs_kernel(
     if (slot >= 0)
 #pragma unroll
         for (int m = 0; m < BANDS; m++) keys[m].load(place + m * BAND * HEAD);
-    const int gate = warp / 2, bytes = up.rank[gate] * 2, out_row = warp % 2 * 32 + group;  // this warp's part of the pairs
-    float bias[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) bias[i] = up.bias[gate] ? up.bias[gate][head * HEAD + out_row + 8 * i] : 0.f;
-    uint8_t* const staged = memory + up.weight_bytes();  // the row's hidden
-    const int eights = up.total / 8;
-    const uint8_t* const weights = memory + HEAD * up.first[gate] * 2 + out_row * bytes + quarter * 16;
-    const uint8_t* const x = staged + up.first[gate] * 2 + quarter * 16;
-    const int channel = head * HEAD + 2 * lane;
+    // This warp's part of the pairs: eight rows of weights to a product, and of its 32 channels each lane finishes one.
+    const int gate = warp / 2, rank = up.rank[gate], bytes = rank * 2, half = warp % 2, left = rank - lane * 8;
+    const int own = half * 32 + group % 4 * 8 + quarter * 2 + group / 4;
+    const float bias = up.bias[gate] ? up.bias[gate][head * HEAD + own] : 0.f;
+    const __half* hidden = up.hidden + int64_t(row) * up.total + up.first[gate] + lane * 8;
+    const uint32_t base = shared_address(memory), staged = base + up.weight_bytes() + (2 * up.first[gate] + half * rank) * 2;
+    const uint32_t weights = kept(base + HEAD * up.first[gate] * 2 + (half * 32 + group) * bytes + quarter * 16);
+    const uint32_t staged_to = kept(staged + lane * 16), x = kept(staged + quarter * 16), arrived = kept(shared_address(&come));
+    float& result = kept_place(gates[gate][own]);
+    const float2* const pairs = &kept_place(reinterpret_cast<const float2&>(gates[0][2 * lane]));
+    Token& made = kept_place(token);
+    Outputs& outputs = kept_place(y);
+    const int channel = head * HEAD + 2 * lane, own_value = kept(value);
     const size_t input = size_t(row) * heads * HEAD + channel;
     const Vectors of(in, channel);
+    const __half *const r = in.r + input, *const k = in.k + input, *const v = in.v + input, *const v_first = in.v_first + input;
+    __half* const out = in.out + input;
     __syncthreads();
 
-    wait_for_previous();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < eights; i += WARPS * LANES)
-        reinterpret_cast<uint4*>(staged)[i] = reinterpret_cast<const uint4*>(up.hidden + int64_t(row) * up.total)[i];
+    wait_for_previous_knowing(hidden, r, k, v, v_first, out, place, bytes);
+    uint4 values = load_global_if(hidden, left > 0);
     Raw raw;
     if (warp == 0) {
-        raw.r = *reinterpret_cast<const __half2*>(in.r + input), raw.k = *reinterpret_cast<const __half2*>(in.k + input);
-        raw.v = *reinterpret_cast<const __half2*>(in.v + input);
-        if (in.v_mix) raw.v_first = *reinterpret_cast<const __half2*>(in.v_first + input);
+        raw.r = *reinterpret_cast<const __half2*>(r), raw.k = *reinterpret_cast<const __half2*>(k);
+        raw.v = *reinterpret_cast<const __half2*>(v);
+        if (in.v_mix) raw.v_first = *reinterpret_cast<const __half2*>(v_first);
     }
-    wait(&come, 0);
+#pragma unroll 1
+    for (int from = 0; from < left; from += LANES * 8) {
+        store_shared(staged_to + from * 2, interleave(values));
+        values = load_global_if(hidden += LANES * 8, from + LANES * 8 < left);
+    }
+    wait(arrived, 0);
     if (slot < 0) return;  // all of the block
-    __syncthreads();
-    float low[2][4] = {}, high[2][4] = {};  // of channels out_row and out_row + 8, and of 16 more; each in two halves
-#pragma unroll 2
-    for (int i = 0; i < bytes; i += FEW_STEP * 2) {
-        uint4 b = make_uint4(0, 0, 0, 0);
-        if (group == 0) b = *reinterpret_cast<const uint4*>(x + i);
-        uint4 w[4];
+    __syncwarp();
+    float sum[4][2][4] = {};  // of eight channels each, in two parts
+    uint4 b, w[4];
+    const auto fetch = [&](int i) {
+        b = load_shared_if(x + i, i < bytes);
 #pragma unroll
-        for (int m = 0; m < 4; m++) w[m] = *reinterpret_cast<const uint4*>(weights + 8 * m * bytes + i);
-        mma(low[0], w[0].x, w[1].x, w[0].y, w[1].y, b.x, b.y);
-        mma(high[0], w[2].x, w[3].x, w[2].y, w[3].y, b.x, b.y);
-        mma(low[1], w[0].z, w[1].z, w[0].w, w[1].w, b.z, b.w);
-        mma(high[1], w[2].z, w[3].z, w[2].w, w[3].w, b.z, b.w);
+        for (int m = 0; m < 4; m++) w[m] = load_shared_if(weights + 8 * m * bytes + i, i < bytes);
+    };  // a step's values are read among the products of the step before
+    fetch(0);
+#pragma unroll 1
+    for (int i = 0; i < bytes;) {
+#pragma unroll
+        for (int m = 0; m < 4; m++) multiply_step(sum[m], b, w[m], true);
+        fetch(i += FEW_STEP * 2);
     }
-    if (quarter == 0)
-#pragma unroll
-        for (int m = 0; m < 4; m++) {
-            const int c = m % 2 * 2;
-            float sum = (m < 2 ? low[0][c] + low[1][c] : high[0][c] + high[1][c]) + bias[m];
-            if (gate == 1 || gate == 2) sum = sigmoid(sum);
-            if (gate > 0) sum = __half2float(__float2half_rn(sum));
-            gates[gate][out_row + 8 * m] = sum;
-        }
+    // All groups have multiplied the same row: each can take others of the sums.
+    const float2 sums[4] = {sums_of(sum[0]), sums_of(sum[1]), sums_of(sum[2]), sums_of(sum[3])};
+    const float2 low = group & 1 ? sums[1] : sums[0], high = group & 1 ? sums[3] : sums[2], both = group & 2 ? high : low;
+    float gated = (group & 4 ? both.y : both.x) + bias;
+    if (gate == 1 || gate == 2) gated = sigmoid(gated);
+    if (gate > 0) gated = __half2float(__float2half_rn(gated));
+    result = gated;
     __syncthreads();
     Finish with;
     if (warp == 0) {
-        const auto pair = [&](int i) { return load2(&gates[i][2 * lane]); };
+        const auto pair = [&](int i) { return pairs[i * HEAD / 2]; };
         const auto halves = [&](int i) { return __float22half2_rn(pair(i)); };
         raw.w_raw = pair(0), raw.a = halves(1), raw.v_mix = halves(2), raw.gate = halves(3);
-        with = prepare<State>(raw, of, in, input, token);
+        with = prepare<State>(raw, of, in, input, made);
     }
     __syncthreads();
-    advance(keys, place, value, token, y);
+    advance(keys, place, own_value, made, outputs);
     __syncthreads();
-    if (warp == 0) finish(load2(y.of_value + 2 * lane), with, of, in.out + input);
+    if (warp == 0) finish(load2(outputs.of_value + 2 * lane), with, of, out);
 #endif
 }
 
@@ -138,7 +146,7 @@ RWKV_EXPORT int rwkv_wkv_pairs(const __half* r, const __half* k, const __half* v
     static const cudaError_t prepared =
         cudaFuncSetAttribute(wkv_pairs_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED);
     if (prepared) return prepared;
-    const int bytes = up.weight_bytes() + up.total * 2;
+    const int bytes = up.weight_bytes() + 2 * up.total * 2;
     if (bytes > FEW_SHARED) return cudaErrorInvalidValue;
     return start(wkv_pairs_kernel, {unsigned(heads * rows), WARPS * LANES, cudaStream_t(stream), overlap, 1, bytes}, in, up, state,
                  slots, heads);
