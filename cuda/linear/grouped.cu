@@ -51,11 +51,15 @@ struct Tile {
     int item, row, token;  // product, first row of its weights, first token
     int k0, steps;         // stages of k
     __device__ Tile(int tile, const Grouped& g, const Work& work, int bm, int bn) {
-        const int band = tile / (BAND * g.all.tiles) * BAND, breadth = min(BAND, g.token_tiles - band);
-        const int within = tile % (BAND * g.all.tiles), rows = within / breadth;
+        int rows = tile;
+        token = 0;
+        if (g.token_tiles > 1) {
+            const int band = tile / (BAND * g.all.tiles) * BAND, breadth = min(BAND, g.token_tiles - band);
+            const int within = tile % (BAND * g.all.tiles);
+            rows = within / breadth, token = (band + within % breadth) * bn;
+        }
         item = g.all.of(rows);
         row = (rows - g.all.first_tile[item]) * bm;
-        token = (band + within % breadth) * bn;
         const int all_steps = (g.all.item[item].width + BK - 1) / BK;
         k0 = work.part * all_steps / work.splits;
         steps = (work.part + 1) * all_steps / work.splits - k0;
@@ -70,13 +74,13 @@ struct Barriers {
 
 struct Ring {
     int stage = 0, parity = 0;
-    __device__ __forceinline__ void advance(int stages) {
-        if (++stage == stages) stage = 0, parity ^= 1;
+    __device__ __forceinline__ void advance(int stages, int by = 1) {  // at most once past the end
+        if ((stage += by) >= stages) stage -= stages, parity ^= 1;
     }
 };
 
 // The loading warp, of which one thread works.
-template <int BM, int BN>
+template <int BM, int BN, bool SPLIT>
 __device__ __forceinline__ void load(const Grouped& g, const Work& work, char* stages, Barriers& barriers) {
     const uint64_t weight_policy = g.token_tiles == 1 ? READ_ONCE : READ_AGAIN;
     auto load_weight = [&](int stage, const Tile& tile, int i) {
@@ -88,42 +92,55 @@ __device__ __forceinline__ void load(const Grouped& g, const Work& work, char* s
         copy_box(stages + stage * stage_bytes(BM, BN) + BM * BK * 2, g.x[tile.item], &barriers.full[stage], READ_AGAIN,
                  (tile.k0 + i) * BK, tile.token, 0);
     };
-    const bool leads = threadIdx.x % LANES == 0;
-    const Tile tile(work.first, g, work, BM, BN);
-    if (leads) prefetch_map(g.weight[tile.item]), prefetch_map(g.x[tile.item]);
+    Tile tile(work.first, g, work, BM, BN);
     const int early = min(g.stages, tile.steps);
+    if (elected()) {
+        prefetch_map(g.weight[tile.item]), prefetch_map(g.x[tile.item]);
 #pragma unroll 1
-    for (int i = 0; leads && i < early; i++) load_weight(i, tile, i);
+        for (int i = 0; i < early; i++) load_weight(i, tile, i);
+    }
     // The next kernel may ask for its weights when all of this one's are asked for.
-    const bool all = early == tile.steps && work.first + work.stride >= work.tiles;
+    const bool one = SPLIT || work.first + work.stride >= work.tiles, all = early == tile.steps && one;
     if (all) release_next();
     __syncwarp();
     __syncthreads();
-    if (!leads) return;
+    if (!elected()) return;
     wait_for_previous();
+    int i = 0;  // of the tile's steps
 #pragma unroll 1
-    for (int i = 0; i < early; i++) load_x(i, tile, i);
+    for (; i < early; i++) load_x(i, tile, i);
+    if (all) return;
 
-    Ring ring{early % g.stages, early / g.stages};
-    for (int t = work.first; t < work.tiles; t += work.stride) {
-        const Tile tile(t, g, work, BM, BN);
+    Ring ring;
+    ring.advance(g.stages, early);
+    for (int t = work.first;;) {
 #pragma unroll 1
-        for (int i = t == work.first ? early : 0; i < tile.steps; i++) {
+        for (; i < tile.steps; i++) {
             wait(&barriers.empty[ring.stage], ring.parity ^ 1);
             load_weight(ring.stage, tile, i);
             load_x(ring.stage, tile, i);
             ring.advance(g.stages);
         }
+        if (SPLIT || (t += work.stride) >= work.tiles) break;
+        tile = Tile(t, g, work, BM, BN), i = 0;
     }
-    if (!all) release_next();
+    release_next();
 }
+
+// The tokens of a tile that each block of a cluster finishes.
+struct Portions {
+    int live, each;
+    __device__ __forceinline__ Portions(int tokens, int splits) : live(tokens), each(portion(tokens, splits)) {}
+    __device__ __forceinline__ int of(int rank) const { return max(0, min(each, live - rank * each)); }
+};
 
 // One warpgroup's sums of a tile, over this thread block's part of k.
 template <int BM, int BN>
 __device__ __forceinline__ void accumulate(
     float (&sums)[BN / 2], int steps, int num_stages, const char* stages, Barriers& barriers, Ring& ring
 ) {
-    const int group = threadIdx.x / 128;
+    // The first lane's, so that the compiler knows it for the same in all and keeps addresses where wgmma wants them.
+    const int group = __shfl_sync(ALL, threadIdx.x / 128, 0);
     auto release = [&](int stage) {
         if (threadIdx.x % LANES == 0) arrive(&barriers.empty[stage]);
     };
@@ -151,6 +168,11 @@ __device__ __forceinline__ void accumulate(
 
 __device__ __noinline__ float tanh_of(float v) { return tanhf(v); }  // long: not to be repeated for every sum
 
+__device__ __forceinline__ uint32_t pack(float a, float b) {
+    const __half2 pair = __floats2half2_rn(a, b);
+    return reinterpret_cast<const uint32_t&>(pair);
+}
+
 // Write one warpgroup's sums as fp16 through shared memory, 16 bytes a thread.
 template <int BN>
 __device__ __forceinline__ void store_halves(
@@ -167,10 +189,6 @@ __device__ __forceinline__ void store_halves(
     if (p.activation == TANH)
 #pragma unroll
         for (int i = 0; i < BN / 2; i++) sums[i] = tanh_of(sums[i]);
-    auto pack = [](float a, float b) {
-        const __half2 pair = __floats2half2_rn(a, b);
-        return reinterpret_cast<const uint32_t&>(pair);
-    };
 #pragma unroll
     for (int n0 = 0; n0 < BN; n0 += HALF_TOKENS) {
         if (tile.token + n0 >= num_tokens) break;
@@ -215,41 +233,52 @@ __device__ __forceinline__ void store_floats(
 // place of the stages, behind them those that the others send. There is no bias.
 template <int BM, int BN>
 __device__ __forceinline__ void store_split(
-    const float (&sums)[BN / 2], const Product& p, const Tile& tile, int num_tokens, const Work& work, char* stages,
+    const float (&sums)[BN / 2], const Product& p, const Tile& tile, const Portions& portions, const Work& work, char* stages,
     Barriers& barriers
 ) {
     constexpr int CONSUMERS = consumers(BM), SUM_PITCH = sum_pitch(BM);
-    const int splits = work.splits, part = work.part;
+    const int splits = work.splits, part = work.part, each = portions.each;
     const int thread = threadIdx.x;
     float *const own = reinterpret_cast<float*>(stages), *const others = own + BN * SUM_PITCH;
-    const int live = min(BN, num_tokens - tile.token), each = portion(live, splits);
-    auto share = [&](int rank) { return max(0, min(each, live - rank * each)); };  // of the tokens
-    sync_threads(1, CONSUMERS);  // all stages are used up
+    cluster_arrive_relaxed();    // this warp needs its stages no longer
+    sync_threads(1, CONSUMERS);  // nor does another of this block
     spread_sums<BN, SUM_PITCH>(sums, own);
     publish_stores();
-    cluster_arrive_release();
+    sync_threads(1, CONSUMERS);
     cluster_wait();  // all blocks' stages are used up
-    const int mine = share(part);
+    const int mine = portions.of(part);
     if (thread == part) {
         expect_bytes(&barriers.gathered, (splits - 1) * mine * SUM_PITCH * 4);
-    } else if (thread < splits && share(thread) > 0) {
+    } else if (thread < splits && portions.of(thread) > 0) {
         copy_to_block(thread, others + part * each * SUM_PITCH, own + thread * each * SUM_PITCH,
-                      share(thread) * SUM_PITCH * 4, &barriers.gathered);
+                      portions.of(thread) * SUM_PITCH * 4, &barriers.gathered);
     }
     wait(&barriers.gathered, 0);
 #pragma unroll 1
     for (int i = thread; i < mine * (BM / 4); i += CONSUMERS) {
         const int n = i / (BM / 4), m = i % (BM / 4) * 4;
         if (tile.row + m >= p.rows) continue;
-        float v[4] = {};
+        float4 sum[MAX_SPLITS];  // all asked for before the first is added; a zero more changes no sum that began with one
 #pragma unroll
         for (int s = 0; s < MAX_SPLITS; s++) {
-            if (s >= splits) break;
             const float* from = s == part ? own + part * each * SUM_PITCH : others + s * each * SUM_PITCH;
-            const float4 sum = *reinterpret_cast<const float4*>(from + n * SUM_PITCH + m);
-            v[0] += sum.x, v[1] += sum.y, v[2] += sum.z, v[3] += sum.w;
+            sum[s] = make_float4(0.f, 0.f, 0.f, 0.f);
+            if (s < splits) sum[s] = *reinterpret_cast<const float4*>(from + n * SUM_PITCH + m);
         }
-        store<4>(p, tile.token + part * each + n, tile.row + m, v);
+        float v[4] = {};
+#pragma unroll
+        for (int s = 0; s < MAX_SPLITS; s++) v[0] += sum[s].x, v[1] += sum[s].y, v[2] += sum[s].z, v[3] += sum[s].w;
+        if (p.activation == SIGMOID)
+#pragma unroll
+            for (int j = 0; j < 4; j++) v[j] = activate(SIGMOID, v[j]);
+        if (p.activation == TANH)
+#pragma unroll
+            for (int j = 0; j < 4; j++) v[j] = tanhf(v[j]);
+        const int64_t at = int64_t(tile.token + part * each + n) * p.out_stride + tile.row + m;  // a multiple of 4, as the rows are
+        if (p.wide)
+            *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = make_float4(v[0], v[1], v[2], v[3]);
+        else
+            *reinterpret_cast<uint2*>(static_cast<__half*>(p.out) + at) = make_uint2(pack(v[0], v[1]), pack(v[2], v[3]));
     }
 }
 
@@ -271,10 +300,10 @@ __global__ void __launch_bounds__(threads(BM), BM * BN <= 64 * 64 ? 4 : BN <= 64
         if (lane == 0) init_barrier(&barriers.gathered, 1);
         publish_barriers();
         __syncwarp();
-        load<BM, BN>(g, work, stages, barriers);
+        load<BM, BN, SPLIT>(g, work, stages, barriers);
         if (SPLIT) {
             __syncwarp();
-            cluster_arrive_release();
+            cluster_arrive_relaxed();
             cluster_wait();
         }
     } else {
@@ -285,12 +314,16 @@ __global__ void __launch_bounds__(threads(BM), BM * BN <= 64 * 64 ? 4 : BN <= 64
             const Product& p = g.all.item[tile.item];
             const int row = tile.row + threadIdx.x / LANES * 16 + lane / 4;
             const float2 bias = {bias_of(p, row), bias_of(p, row + 8)};
+            Portions portions(min(BN, g.all.num_tokens - tile.token), work.splits);
+            if (SPLIT) asm volatile("" : "+r"(portions.each));  // divided here, before there are sums to finish
             float sums[BN / 2];
             accumulate<BM, BN>(sums, tile.steps, g.stages, stages, barriers, ring);
             char* const space = stages + g.stages * stage_bytes(BM, BN);
-            if (SPLIT)
-                store_split<BM, BN>(sums, p, tile, g.all.num_tokens, work, stages, barriers);
-            else if (p.wide)
+            if constexpr (SPLIT) {
+                store_split<BM, BN>(sums, p, tile, portions, work, stages, barriers);
+                break;
+            }
+            if (p.wide)
                 store_floats<BN>(sums, p, tile, g.all.num_tokens, bias);
             else
                 store_halves<BN>(sums, p, tile, g.all.num_tokens, bias, space);
