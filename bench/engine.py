@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--prefill", default="1x128,1x1024,1x4096,8x1024,32x512")
     parser.add_argument("--wkv-state", choices=("fp16", "fp32"), default="fp16")
     parser.add_argument("--wkv-log", action="store_true", help="steps of many rows log most tokens instead of writing states")
+    parser.add_argument("--untiled", action="store_true", help="without a copy of the large matrices for small steps")
     parser.add_argument("--quant", choices=("none", *FORMATS), default="none", help="how the large matrices are kept")
     parser.add_argument("--arch", help="build the kernels for this older architecture")
     parser.add_argument("--iters", type=int, default=20)
@@ -82,6 +83,7 @@ class Options:
     wkv_log: bool = False
     quant: str = "none"
     arch: str | None = None
+    untiled: bool = False
     iters: int = 20
 
 
@@ -117,9 +119,12 @@ class Bench:
             max_tokens=tokens,
             library=compiler.library(quant=bool(quant.format)),
             graph_sizes=batches or [slots],
+            tiled=not args.untiled,
         )
         self.model, self.state = self.engine.model, self.engine.state
-        self.name = " ".join(part for part in (name, quant.format, args.arch, args.wkv_log and "wkv-log") if part)
+        self.name = " ".join(
+            part for part in (name, quant.format, args.arch, args.untiled and "untiled", args.wkv_log and "wkv-log") if part
+        )
         generator = torch.Generator(device=self.device).manual_seed(1)
         self.tokens = torch.randint(1, 60000, (tokens,), generator=generator, device=self.device)
         params = SamplingParams(temperature=1.0, top_k=50, top_p=0.6, ignore_eos=True)

@@ -88,6 +88,9 @@ class Config:
     )
     wkv_state: Literal["auto", "fp32", "fp16"] = setting("auto", "model", "type of states; auto: fp16 with kernels, else fp32")
     wkv_log: bool = setting(False, "model", "Hopper: steps of many rows write few states and log the rest: docs/kernels.md")
+    tiled_weights: Literal["auto", "on", "off"] = setting(
+        "auto", "model", "Hopper: a copy of the large matrices that small steps read faster; auto: where there is room"
+    )
     compile: str | None = setting(
         None, "model", "plain operations through torch.compile, without a mode: max-autotune-no-cudagraphs", bare=COMPILE_MODE
     )
@@ -107,11 +110,7 @@ class Config:
         0, "batching", "the same while others decode, whose next tokens wait for the step; 0 = automatic", low=0, high=1_000_000
     )
     itl_budget_ms: float = setting(
-        0.0,
-        "batching",
-        "milliseconds that prompts may add to the gap between two tokens of others; 0 = any",
-        low=0,
-        high=60_000,
+        0.0, "batching", "milliseconds that prompts may add to the gap between two tokens of others; 0: any", low=0, high=60_000
     )
     batch_invariant: bool = setting(
         False, "batching", "decode in graphs of one size only: a row's tokens then do not depend on how many others run"

@@ -109,7 +109,7 @@ def test_sessions_take_the_memory_that_is_left_or_what_the_settings_say(monkeypa
     assert 2000 < found["l1_bytes"] // state < 5000
     assert found["l2_bytes"] == 64 * 2**30
     assert levels(l1_sessions=5, l2_sessions=0) == {
-        "l1_sessions": 5, "l1_bytes": build.UNLIMITED, "l2_sessions": 0, "l2_bytes": build.UNLIMITED
+        "l1_sessions": 5, "l1_bytes": memory.UNLIMITED, "l2_sessions": 0, "l2_bytes": memory.UNLIMITED
     }  # fmt: skip
     assert levels(l1_mib=7)["l1_bytes"] == 7 * MIB
     assert levels(l1_mib=7, l1_sessions=9)["l1_sessions"] == 9

@@ -111,6 +111,35 @@ def test_logits_equal_the_reference_in_fp32(name, wkv_state):
 
 @pytest.mark.parametrize("name", ["768", "4096"])
 @torch.inference_mode()
+def test_tiled_weights_change_no_bit(name):
+    """Decode steps of all kinds of sizes and prompts: a copy of the matrices gives what they give."""
+    _engines.clear()
+    device, sizes, found = torch.device("cuda:0"), [1, 8, 16, 40, 64, 128], []
+    weights, library = load(name, torch.float16), compiler.library()
+    engine = build.build_engine(
+        Config(ops="kernels"), weights, 128, max_tokens=512, library=library, graph_sizes=sizes, tiled=True
+    )
+    ops, model, state = engine.model.ops, engine.model, engine.state
+    layers = [(layer.rkv, layer.output, layer.ffn_key, layer.ffn_value) for layer in ops.prepared.layers]
+    matrices = [matrix.gemm for matrix in [*sum(layers, ()), ops.prepared.head] if matrix.gemm is not None]
+    assert all((matrix.tiled is not None) is ops.gemm.available for matrix in matrices)
+    text = torch.randint(1, 4096, (200,), generator=torch.Generator(device="cuda").manual_seed(9), device="cuda")
+    ids, slots = torch.arange(1, len(state.last_ids) + 1, device="cuda"), torch.arange(128, device="cuda")
+    for _ in range(2):
+        state.clear(range(128))
+        logits = [model.forward(text, PackedRows([3], [200], device), state).clone()]
+        for size in sizes:
+            state.last_ids.copy_(ids)
+            rows = CapturedRows.decode(slots[:size])
+            logits += [model.forward(None, rows, state).clone() for _ in range(2)]
+        found.append(logits)
+        for matrix in matrices:
+            matrix.tiled = None
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("name", ["768", "4096"])
+@torch.inference_mode()
 def test_prefill_equals_token_by_token_decode(name):
     engine = engine_of(name, 16, [8, 16])
     text = torch.randint(1, 4096, (200,), device="cuda")

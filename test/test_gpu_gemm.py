@@ -106,6 +106,53 @@ def test_every_config(gemm, transposed):
                     assert relative_error(multiply(gemm, x, matrix, config=config), reference) < 4e-4, config
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("M", "K"), [(448, 1088), (64, 64), (768, 3072), (2048, 2048), (4096, 4096)])
+def test_a_copy_in_tiles_gives_the_same_bits(gemm, M, K, transposed):
+    """In every cut, also where a tile of 128 rows has half a piece too many."""
+    from rwkv_batch.kernels.gemm import TILES, TileConfig
+    from rwkv_batch.kernels.tiled import tiles_of
+
+    torch.manual_seed(5)
+    weight = random(K, M) if transposed else random(M, K)
+    matrix, copy = gemm.prepare(weight, transposed), gemm.prepare(torch.zeros_like(weight), transposed)
+    copy.tiled = tiles_of(weight.T if transposed else weight)
+    splits = [split for split in (1, 2, 4, 8) if 64 * split <= K]
+    for n in (1, 8, 40, 64, 150, 320):
+        x = random(n, K, scale=K**-0.5)
+        for height, tiles in TILES.items():
+            for tile, split in ((tile, split) for tile in tiles for split in splits):
+                for config in (TileConfig(height, tile, split, 3, 3), TileConfig(height, tile, split, 4, 100)):
+                    outs = [multiply(gemm, x, each, config=config, relu_square=n == 40) for each in (matrix, copy)]
+                    assert torch.equal(*outs), (n, config)
+
+
+@pytest.mark.parametrize("width", [320, 768, 2048, 4096])
+def test_copies_of_stacked_weights(gemm, width):
+    """r, k and v alone, with the first halves of the low-rank pairs, and with both."""
+    from rwkv_batch.kernels.tiled import tiles_of
+
+    torch.manual_seed(width)
+    ranks = (32, 32, 32, 64)
+    weight, down = random(3, width, width), random(sum(ranks), width)
+    matrix, copy = gemm.prepare(weight), gemm.prepare(torch.zeros_like(weight))
+    copy.tiled = tiles_of(weight)
+    pairs = gemm.prepare_lora(down, ranks)
+
+    def half(*dims):
+        return torch.full(dims, torch.nan, dtype=torch.float16, device="cuda")
+
+    for n in (1, 8, 33, 64, 130):
+        x = random(6, n, width, scale=width**-0.5)
+        for config in gemm.tile_configs(n, matrix):
+            assert torch.equal(*(multiply(gemm, x[:3], each, config=config) for each in (matrix, copy))), (n, config)
+        for config in gemm.project_configs(n, matrix, pairs):
+            found = [(half(3, n, width), half(n, sum(ranks))) for _ in range(2)]
+            for each, outs in zip((matrix, copy), found, strict=True):
+                gemm.project(x, each, pairs, *outs, config)
+            assert all(map(torch.equal, *found)), (n, config)
+
+
 def test_relu_square_saturates(gemm):
     matrix = gemm.prepare(torch.full((64, 64), 4.0, dtype=torch.float16, device="cuda"))
     out = multiply(gemm, torch.full((3, 64), 4.0, dtype=torch.float16, device="cuda"), matrix, relu_square=True)

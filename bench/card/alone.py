@@ -4,7 +4,8 @@
     python bench/card/alone.py [--sizes 0.1b,1.5b,7.2b] [--out FILE]
 
 µs, by replaying a graph of launches that go over more memory than the L2 cache holds. For each product the fastest of the ways
-to cut it up that the tuner chooses from, for norms six planes and one. Run it in two checkouts, on one card, to compare them.
+to cut it up that the tuner chooses from, of weights as they are stored and of their copy in tiles; for norms six planes and
+one. Run it in two checkouts, on one card, to compare them.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from rwkv_batch.kernels import compiler
 from rwkv_batch.kernels.gemm import Gemm
 from rwkv_batch.kernels.launch import Launcher
 from rwkv_batch.kernels.mix import Mix
+from rwkv_batch.kernels.tiled import tiles_of
 from rwkv_batch.model.packed_rows import RowLayout
 
 DEVICE = torch.device("cuda", 0)
@@ -68,7 +70,7 @@ def calls_over(num_bytes: int) -> int:
 
 
 def products(launcher: Launcher, width: int) -> dict[str, float]:
-    """Of all large matrices: name and rows -> µs."""
+    """Of all large matrices: name, rows and whether tiled -> µs."""
     gemm, found = Gemm(launcher), {}
     shapes = {  # results, values that are summed, matrices, whether it is stored the other way round
         "rkv": (width, width, 3, False), "output": (width, width, 1, False), "key": (4 * width, width, 1, False),
@@ -78,6 +80,8 @@ def products(launcher: Launcher, width: int) -> dict[str, float]:
         lead, stored = (batch,) if batch > 1 else (), (K, M) if transposed else (M, K)
         count = calls_over(2 * M * K * batch)
         matrices = [gemm.prepare(random(*lead, *stored) * 0.02, transposed) for _ in range(count)]
+        as_stored = [matrix.weight.mT if transposed else matrix.weight for matrix in matrices]
+        copied = {"": [None] * count, " tiled": [tiles_of(weight) for weight in as_stored]}
         for rows in ROWS:
             x, out = random(*lead, rows, K), torch.empty(*lead, rows, M, dtype=torch.float16, device=DEVICE)
 
@@ -85,7 +89,10 @@ def products(launcher: Launcher, width: int) -> dict[str, float]:
                 [partial(gemm.gemm, x, matrix, out, config=config) for matrix in matrices]
                 for config in gemm.tile_configs(rows, matrices[0])
             ]
-            found[f"{name} {rows}"] = min(replayed(launcher, calls) for calls in ways)
+            for kind, copies in copied.items():
+                for matrix, copy in zip(matrices, copies, strict=True):
+                    matrix.tiled = copy
+                found[f"{name} {rows}{kind}"] = min(replayed(launcher, calls) for calls in ways)
     return found
 
 

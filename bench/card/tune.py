@@ -70,9 +70,8 @@ def tune(size: str, quant: str, slots: int, library: object) -> None:
         synth(size, device="cuda", place="cuda"), dtype=torch.float16, device=torch.device("cuda", 0), quant=Quantisation(quant)
     )
     spare = int(slots * Config().spare_slots + 0.5)
-    build.build_engine(
-        Config(ops="kernels"), weights, slots + spare, num_spare=spare, max_tokens=build.GPU_PREFILL, library=library
-    )
+    sizes = {"num_spare": spare, "max_tokens": build.GPU_PREFILL}
+    build.build_engine(Config(ops="kernels"), weights, slots + spare, **sizes, library=library, tiled=True)
     print(f"{size} {quant}: {time.monotonic() - started:.0f} s")
 
 

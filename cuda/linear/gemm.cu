@@ -17,6 +17,7 @@ namespace rwkv {
 namespace {
 
 constexpr int BK = 64;  // k of a stage: 128 bytes, the width of a swizzled row
+constexpr int PIECE = 64 * BK * 2;  // bytes of 64 weight rows of a stage, which lie together in tiled weights
 constexpr int MAX_STAGES = 16;
 constexpr int MAX_SPLIT = 8;        // thread blocks of a cluster on every device
 constexpr int BAND = 8;             // tiles of rows of x that go with all weights before the next: they stay in the L2 cache
@@ -38,6 +39,7 @@ struct Shape {
     int N, M, k_blocks, m_tiles, n_tiles, batch, split, log_split, stages;
     int first_block, blocks;  // of the thread blocks, those that multiply
     bool transposed;
+    const char* tiled;  // W in pieces as they lie in a stage, those of 64 rows after one another: [batch, M / 64, k_blocks]; or null
     int activation;
     uint16_t* active_mask;  // [M / 16] or null: bit i of word w says whether weight row 16 w + i has a result that is not zero
     Beside beside;
@@ -127,7 +129,7 @@ struct Barriers {
     uint64_t full[MAX_STAGES], empty[MAX_STAGES], shown, seen;  // shown: the others' sums are here; seen: were read
 };
 
-enum Source : int { STRAIGHT, TRANSPOSED, BESIDE };  // of weights: [M, K], [K, M], those beside the main ones
+enum Source : int { STRAIGHT, TRANSPOSED, TILED, BESIDE };  // of weights: [M, K], [K, M], pieces, those beside the main ones
 
 // A loading warp, of which one thread works: every ALL-th stage is its own.
 template <int BM, int BN, int ALL>
@@ -140,8 +142,17 @@ __device__ __forceinline__ void load(
     const uint64_t w_policy = p.n_tiles == 1 && BN > 16 ? READ_ONCE : READ_AGAIN;
     const auto load_w = [&](auto source, int stage, const Tile& tile, int k) {
         constexpr Source SOURCE = decltype(source)::value;
-        expect_bytes(&barriers.full[stage], stage_bytes(BM, BN));
         char* to = stages + stage * stage_bytes(BM, BN);
+        if constexpr (SOURCE == TILED) {  // what a tile has beyond the last row stays as it was
+            const bool whole = BM == 64 || tile.m + 64 < p.M;
+            const char* from = p.tiled + (size_t(tile.plane * p.M + tile.m) / 64 * p.k_blocks + k) * PIECE;
+            expect_bytes(&barriers.full[stage], stage_bytes(BM, BN) - (whole ? 0 : PIECE));
+            copy_row(to, from, PIECE, &barriers.full[stage], w_policy);
+            if (BM > 64 && whole)
+                copy_row(to + PIECE, from + size_t(p.k_blocks) * PIECE, PIECE, &barriers.full[stage], w_policy);
+            return;
+        }
+        expect_bytes(&barriers.full[stage], stage_bytes(BM, BN));
         if (SOURCE == BESIDE)
             copy_box(to, beside_map, &barriers.full[stage], w_policy, k * BK, tile.m, 0);
         else if (SOURCE == TRANSPOSED)
@@ -152,6 +163,7 @@ __device__ __forceinline__ void load(
     // Call a function with the source of a tile as a type: loops do not ask about it.
     const auto with_source = [&](const Tile& tile, auto function) {
         if (tile.beside) function(std::integral_constant<Source, BESIDE>());
+        else if (p.tiled) function(std::integral_constant<Source, TILED>());
         else if (p.transposed) function(std::integral_constant<Source, TRANSPOSED>());
         else function(std::integral_constant<Source, STRAIGHT>());
     };
@@ -343,7 +355,7 @@ __device__ __forceinline__ void multiply_tiles(
         Ring ring;
         for (int t = work.first; t < work.tiles; t += work.stride) {
             float sums[BN / 2];
-            if (p.transposed)
+            if (p.transposed && !p.tiled)
                 accumulate<BM, BN, true>(sums, p, work, stages, barriers, ring);
             else
                 accumulate<BM, BN, false>(sums, p, work, stages, barriers, ring);
@@ -472,18 +484,20 @@ RWKV_EXPORT int rwkv_gemm_map(
 }
 
 // out [batch, N, M] fp16 = x [batch, N, K] times W [batch, M, K] (transposed: [batch, K, M]), as described by their maps.
+// tiled: the same W in pieces, see Shape, which is then read instead; or null.
 // bm, bn: rows of W and of x of a tile, the boxes of their maps; split: see the top, a power of 2; clusters: tiles worked on at
 // once, all where split > 1; overlap: see launch.cuh.
 // active_mask: null, or where to write M bits, 32 to a word, that say which columns of out are not all zeros; split and batch 1,
 // N <= 16.
 RWKV_EXPORT int rwkv_gemm(
-    const void* w_map, const void* x_map, void* out, void* active_mask, int N, int M, int K, int batch, int transposed,
+    const void* w_map, const void* tiled, const void* x_map, void* out, void* active_mask, int N, int M, int K, int batch, int transposed,
     int relu_square, int bm, int bn, int split, int stages, int clusters, int overlap, void* stream
 ) {
     using namespace rwkv;
     Shape p{static_cast<__half*>(out), N, M};
     if (active_mask && (split != 1 || batch != 1 || N > bn || bn > MAX_MASKED)) return cudaErrorInvalidValue;
     p.batch = batch, p.transposed = transposed, p.activation = relu_square ? RELU_SQUARE : NONE;
+    p.tiled = static_cast<const char*>(tiled);
     p.active_mask = static_cast<uint16_t*>(active_mask);
     return launch(w_map, x_map, w_map, p, K, {bm, bn, split, stages, clusters, overlap}, stream);
 }
@@ -491,12 +505,12 @@ RWKV_EXPORT int rwkv_gemm(
 // The same for the first three planes of x [6, N, K], and hidden [N, R] = the products with lora_down of the LoRA pairs: rank_w,
 // _a, _v and _g rows of a second weight [R, K], multiples of 8, with the planes and activations above.
 RWKV_EXPORT int rwkv_gemm_project(
-    const void* w_map, const void* x_map, const void* lora_down_map, void* out, void* hidden, int N, int M, int K, int rank_w,
+    const void* w_map, const void* tiled, const void* x_map, const void* lora_down_map, void* out, void* hidden, int N, int M, int K, int rank_w,
     int rank_a, int rank_v, int rank_g, int bm, int bn, int split, int stages, int clusters, int overlap, void* stream
 ) {
     using namespace rwkv;
     Shape p{static_cast<__half*>(out), N, M};
-    p.batch = 3;
+    p.batch = 3, p.tiled = static_cast<const char*>(tiled);
     p.beside.out = static_cast<__half*>(hidden);
     const int ranks[GROUPS] = {rank_w, rank_a, rank_v, rank_g};
     for (int i = 0; i < GROUPS; i++) {
@@ -511,7 +525,7 @@ RWKV_EXPORT int rwkv_gemm_project(
 // arrived: a zero for each number of thread blocks, kept between launches. clusters: thread blocks of r, k, v; the pairs get the
 // rest of the multiprocessors. LoraRanks are multiples of 32, at most 512; C of 256, at most 4096; bn is 8 or 16.
 RWKV_EXPORT int rwkv_gemm_inputs(
-    const void* w_map, const void* x_map, const void* mixed, const void* lora_down, const void* lora_up, const void* w0,
+    const void* w_map, const void* tiled, const void* x_map, const void* mixed, const void* lora_down, const void* lora_up, const void* w0,
     const void* a0, const void* v0, void* rkv, void* hidden, void* w_raw, void* a, void* v_mix, void* gate, void* arrived, int N,
     int C, int rank_w, int rank_a, int rank_v, int rank_g, int bm, int bn, int split, int stages, int clusters, int overlap, void* stream
 ) {
@@ -530,6 +544,7 @@ RWKV_EXPORT int rwkv_gemm_inputs(
     add_lora_up(pairs.lora_up, pairs.hidden, static_cast<const __half*>(lora_up), {w0, a0, v0}, {w_raw, a, v_mix, gate}, C, ranks,
                 PAIR_ROWS);
     Shape p{static_cast<__half*>(rkv), N, C};
+    p.tiled = static_cast<const char*>(tiled);
     p.k_blocks = C / BK, p.m_tiles = (C + bm - 1) / bm, p.n_tiles = 1, p.batch = 3, p.split = 1, p.stages = stages;
     p.first_block = pairs.blocks, p.blocks = std::min(clusters, p.weight_tiles());
     for (const InputsVariant& v : INPUTS) {

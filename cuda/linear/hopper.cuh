@@ -40,12 +40,12 @@ __device__ __forceinline__ void arrive_relaxed_at(uint64_t* barrier, int rank) {
     asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_address(barrier, rank)) : "memory");
 }
 // Copy neighbouring bytes of weights, a multiple of 16, into shared memory; they count towards `barrier`.
-__device__ __forceinline__ void copy_row(void* to, const void* from, int bytes, uint64_t* barrier) {
+__device__ __forceinline__ void copy_row(void* to, const void* from, int bytes, uint64_t* barrier, uint64_t policy = READ_ONCE) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
             shared_address(to)
         ),
-        "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(READ_ONCE)
+        "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
         : "memory");
 }
 // True in one lane of a warp, always the same one, whose lanes come together. The compiler then knows that one thread is at work:

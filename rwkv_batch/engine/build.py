@@ -21,18 +21,7 @@ from rwkv_batch.config import COMPILE_MODE, Config, find_model
 from rwkv_batch.engine.decode_graphs import DecodeGraphs, buckets_for
 from rwkv_batch.engine.engine import Engine, Way
 from rwkv_batch.engine.engine_loop import CHECKPOINT_TOKENS, EngineLoop, checkpoint_distance
-from rwkv_batch.engine.memory import (
-    LEAST_BYTES,
-    LEAST_SESSIONS,
-    MIB,
-    UNLIMITED,
-    MemoryPlan,
-    device_name,
-    kept_bytes,
-    kernel_bytes,
-    sampling_bytes,
-    session_levels,
-)
+from rwkv_batch.engine.memory import MIB, device_name, plan_memory, session_levels
 from rwkv_batch.engine.pipeline.build import Pipeline
 from rwkv_batch.engine.pipeline.copies import StagedCopies
 from rwkv_batch.engine.prefill_graphs import PrefillGraphs
@@ -42,7 +31,6 @@ from rwkv_batch.grammar.masks import Grammars
 from rwkv_batch.ipc.messages import EngineInfo
 from rwkv_batch.kernels import compiler, self_check
 from rwkv_batch.kernels.adapted.ops import AdaptedKernelOps
-from rwkv_batch.kernels.adapted.products import GroupedProducts
 from rwkv_batch.kernels.autotune import IN_PLACE_ROWS, Autotuner
 from rwkv_batch.kernels.few.ops import FewRowOps
 from rwkv_batch.kernels.few.tuning import FewTuner
@@ -53,11 +41,11 @@ from rwkv_batch.kernels.rwkv6 import self_check as rwkv6
 from rwkv_batch.kernels.rwkv6.autotune import Rwkv6Autotuner
 from rwkv_batch.kernels.rwkv6.needs import kernels_for
 from rwkv_batch.kernels.states.fill import StateFill
-from rwkv_batch.kernels.states.log import WkvLog, runs_on
+from rwkv_batch.kernels.states.log import WkvLog
+from rwkv_batch.kernels.tiled import tile
 from rwkv_batch.model import checkpoint, reference_ops
 from rwkv_batch.model import weights as weights_module
 from rwkv_batch.model.adapters import adapter_file
-from rwkv_batch.model.adapters.bank import AdapterBank
 from rwkv_batch.model.adapters.row_ops import RowAdapterOps
 from rwkv_batch.model.architectures import model_class
 from rwkv_batch.model.packed_rows import CapturedRows
@@ -65,7 +53,7 @@ from rwkv_batch.model.quantized import PLAIN, Quantisation
 from rwkv_batch.model.quantized_file import Stored, described, stored_as
 from rwkv_batch.model.state import State
 from rwkv_batch.model.tensor_parallel.forward import ShardedWeights
-from rwkv_batch.model.weights import DTYPES, ModelShape
+from rwkv_batch.model.weights import DTYPES
 from rwkv_batch.request import Failure, Progress
 from rwkv_batch.scheduling.pace import PrefillPace
 from rwkv_batch.scheduling.plan import SCORED_TOKENS
@@ -89,7 +77,6 @@ log = logging.getLogger("rwkv_batch.engine")
 CPU_SLOTS, CPU_PREFILL, CPU_BUSY_PREFILL = 64, 256, 64
 GPU_SLOTS, GPU_PREFILL, GPU_BUSY_PREFILL = 320, 4096, 512
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-MAX_SESSIONS = 1_048_576
 ONE_THREAD_BYTES = 200 * MIB  # of weights; for less, threads wait for one another longer than they work
 
 
@@ -129,6 +116,7 @@ def build_engine_loop(
     memory = memory if spread is None else spread.plan(memory)
     num_slots = memory.slots(config.slots, CPU_SLOTS if on_cpu else GPU_SLOTS * num_stages, name)
     num_spare = memory.spare_slots(num_slots, config.spare_slots)
+    tiled = pipeline is None and memory.tiles(num_slots + num_spare)
     read = partial(
         weights_module.from_tensors,
         name=name,
@@ -150,7 +138,7 @@ def build_engine_loop(
         del weights
         torch.cuda.empty_cache()
         return build_engine_loop(replace(config, ops="reference"), deliver, store_path)
-    build = build_engine if pipeline is None else partial(pipeline.build_engine, wkv_dtype=wkv_dtype)
+    build = partial(build_engine, tiled=tiled) if pipeline is None else partial(pipeline.build_engine, wkv_dtype=wkv_dtype)
     engine = build(config, weights, num_slots + num_spare, num_spare=num_spare, max_tokens=budget, library=library)
     scheduler = Scheduler(
         num_slots=num_slots + num_spare,
@@ -284,33 +272,6 @@ def build_prefixes(config: Config) -> PrefixCache | None:
     )
 
 
-def plan_memory(
-    config: Config,
-    shape: ModelShape,
-    device: torch.device,
-    dtype: torch.dtype,
-    wkv_dtype: torch.dtype,
-    budget: int | None,
-    quant: Quantisation = PLAIN,
-) -> MemoryPlan:
-    """Return what is needed on the device. `budget`: tokens of a step that kernels run; None = reference ops."""
-    if budget is None:
-        return MemoryPlan(device, shape, dtype, wkv_dtype, quant=quant)
-    if config.l1_sessions is None and config.l1_mib is None:
-        limits = LEAST_SESSIONS, LEAST_BYTES
-    else:
-        limits = (
-            MAX_SESSIONS if config.l1_sessions is None else config.l1_sessions,
-            UNLIMITED if config.l1_mib is None else config.l1_mib * MIB,
-        )
-    kept = kept_bytes(shape, wkv_dtype, *limits) + config.prefix_cache_mib * MIB
-    columns = columns_of(config) * isinstance(shape, ModelShape)
-    adapters = AdapterBank.num_bytes(shape, columns, dtype) + GroupedProducts.num_bytes(columns, budget)
-    buffers = kernel_bytes(shape, budget, quant) + kept + adapters
-    sampling, logged = sampling_bytes(shape, config.max_logit_bias), config.wkv_log and runs_on(device)
-    return MemoryPlan(device, shape, dtype, wkv_dtype, buffers, sampling, quant, logged)
-
-
 def find_kernels(
     config: Config, device: torch.device, architecture: str = NEWEST, *, quant: bool = True
 ) -> compiler.Building | None:
@@ -376,12 +337,14 @@ def build_engine(
     max_tokens: int,
     library: ctypes.CDLL | None = None,
     graph_sizes: list[int] | None = None,
+    tiled: bool = False,
 ) -> Engine:
     """Return an engine with everything that takes time behind it: kernels checked, products tuned, graphs captured.
 
     num_spare    how many of the slots are seldom taken
     max_tokens   of one step
     graph_sizes  batch sizes to capture, ascending; None = a ladder up to `num_slots`
+    tiled        whether there is room for a copy of the large matrices, see `kernels/tiled.py`
     """
     device, wkv_dtype, newest = weights.device, choose_wkv_dtype(config, library), weights.architecture == NEWEST
     if isinstance(weights, ShardedWeights):
@@ -420,6 +383,8 @@ def build_engine(
     if not torch.version.hip:  # there each product is done in one way
         if newest and config.wkv_log:
             WkvLog.beside(state, ops)
+        if newest and tiled:
+            tile(ops)
         slots = torch.tensor([*range(num_slots)] + [-1] * IN_PLACE_ROWS, device=device)
         state.last_ids.random_(1, len(weights.embedding))  # steps that are timed want rows that differ
         tuner = (Autotuner if newest else Rwkv6Autotuner)(

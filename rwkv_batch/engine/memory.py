@@ -6,25 +6,29 @@ Sizes are asked of what will be allocated; only the sum is made here.
 import contextlib
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from rwkv_batch.config import MAX_SLOTS, Config
 from rwkv_batch.errors import NoMemory
+from rwkv_batch.kernels import tiled
+from rwkv_batch.kernels.adapted.products import GroupedProducts
 from rwkv_batch.kernels.linear import Lora
 from rwkv_batch.kernels.ops import Buffers
 from rwkv_batch.kernels.quant.many_tokens import ManyTokens
 from rwkv_batch.kernels.quant.matrix import Scratch
 from rwkv_batch.kernels.rwkv6.layer_kernels import Rwkv6LayerKernels
 from rwkv_batch.kernels.rwkv6.ops import Rwkv6Buffers
-from rwkv_batch.kernels.states.log import WkvLog
+from rwkv_batch.kernels.states.log import WkvLog, runs_on
+from rwkv_batch.model.adapters.bank import AdapterBank
 from rwkv_batch.model.quantized import PLAIN, Quantisation
 from rwkv_batch.model.rwkv6.weights import Rwkv6Shape
 from rwkv_batch.model.state import State
 from rwkv_batch.model.weights import ModelShape
 from rwkv_batch.scheduling.plan import SCORED_TOKENS
+from rwkv_batch.tuned.row_adapters import columns_of
 from sampling.kernel import KernelSampler
 
 log = logging.getLogger("rwkv_batch.engine")
@@ -36,6 +40,8 @@ STATE_SHARE = 4  # automatic slots take at most this fraction (one in four) of t
 SESSION_SHARE = 2  # automatic L1 takes at most one in two of the bytes that nothing else is planned for,
 L2_SHARE, L2_BYTES = 4, 64 * 2**30  # automatic L2 one in four of the host's that are free, and so many,
 CPU_SHARE, CPU_BYTES = 32, 512 * MIB  # and each of them, where the host's memory is the device's, one in 32
+MAX_SESSIONS = 1_048_576
+TILED_SHARE = 4  # automatic tiled weights take at most one in four of the bytes that nothing else is planned for
 LEAST_SESSIONS, LEAST_BYTES = 16, 2**31  # what automatic L1 has in any case, before slots are counted
 OVERHEAD = 256 * MIB  # cuBLASLt's workspace, captured graphs, what torch's allocator rounds up
 LESS_MEMORY = ("--slots", "--prefill-budget", "--prefix-cache-mib", "--l1-sessions", "--max-logit-bias")  # the first: anywhere
@@ -51,6 +57,7 @@ class MemoryPlan:
     sampling   bytes of a slot beside its state and its log
     quant      how the large matrices are kept
     log        whether steps keep a log beside states in fp16, counted also where there are too few slots for one
+    tiled      whether kernels get a copy of the large matrices: "on", of which `buffers` count the bytes, "off" or "auto"
 
     Every slot may be a turn of a session: its checkpoints are counted, though a server without sessions does without them.
     """
@@ -63,6 +70,7 @@ class MemoryPlan:
     sampling: int = 0
     quant: Quantisation = PLAIN
     log: bool = False
+    tiled: str = "off"
 
     @property
     def weights(self) -> int:
@@ -79,6 +87,11 @@ class MemoryPlan:
         """Bytes of a slot beside its state."""
         logged = self.log and self.wkv_dtype == torch.float16 and isinstance(self.shape, ModelShape)
         return self.sampling + (WkvLog.num_bytes(self.shape) if logged else 0)
+
+    @property
+    def tiled_bytes(self) -> int:
+        """Bytes of a copy of the large matrices."""
+        return tiled.num_bytes(self.shape)
 
     def slots(self, wanted: int, automatic: int, name: str) -> int:
         """Say what is needed and what is free, and return the number of slots; NoMemory when it does not fit.
@@ -118,14 +131,57 @@ class MemoryPlan:
         log.info("and %d spare slots", spare)
         return spare
 
+    def left(self, slots: int) -> int:
+        """Bytes on the device that nothing is planned for, beside so many slots of both kinds."""
+        return free_memory(self.device) - self.weights - self.buffers - slots * (self.state * (1 + CHECKPOINTS) + self.beside)
+
+    def tiles(self, slots: int) -> bool:
+        """Return whether kernels get a copy of the large matrices, beside so many slots of both kinds."""
+        has = self.tiled == "on" or (self.tiled == "auto" and self.tiled_bytes <= self.left(slots) // TILED_SHARE)
+        if self.tiled != "off":
+            log.info("tiled weights: %s", f"{self.tiled_bytes / MIB:,.0f} MiB" if has else "no room for a copy")
+        return has
+
     def session_bytes(self, slots: int) -> int:
         """Bytes on the device for sessions, where no setting says how many, beside so many slots of both kinds."""
-        free = free_memory(self.device)
         if self.device.type == "cpu":
-            return min(free // CPU_SHARE, CPU_BYTES)
-        left = free - self.weights - self.buffers - slots * (self.state * (1 + CHECKPOINTS) + self.beside)
+            return min(free_memory(self.device) // CPU_SHARE, CPU_BYTES)
+        left = self.left(slots)
         least = kept_bytes(self.shape, self.wkv_dtype, LEAST_SESSIONS, LEAST_BYTES)
         return least + max(0, left) // SESSION_SHARE
+
+
+def plan_memory(
+    config: Config,
+    shape: ModelShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    wkv_dtype: torch.dtype,
+    budget: int | None,
+    quant: Quantisation = PLAIN,
+) -> MemoryPlan:
+    """Return what is needed on the device. `budget`: tokens of a step that kernels run; None = reference ops."""
+    if budget is None:
+        return MemoryPlan(device, shape, dtype, wkv_dtype, quant=quant)
+    if config.l1_sessions is None and config.l1_mib is None:
+        limits = LEAST_SESSIONS, LEAST_BYTES
+    else:
+        limits = (
+            MAX_SESSIONS if config.l1_sessions is None else config.l1_sessions,
+            UNLIMITED if config.l1_mib is None else config.l1_mib * MIB,
+        )
+    kept = kept_bytes(shape, wkv_dtype, *limits) + config.prefix_cache_mib * MIB
+    newest = isinstance(shape, ModelShape)
+    columns = columns_of(config) * newest
+    adapters = AdapterBank.num_bytes(shape, columns, dtype) + GroupedProducts.num_bytes(columns, budget)
+    buffers = kernel_bytes(shape, budget, quant) + kept + adapters
+    sampling, logged = sampling_bytes(shape, config.max_logit_bias), config.wkv_log and runs_on(device)
+    choice = "off" if quant.format or config.tp > 1 or config.pp_devices or not newest else config.tiled_weights
+    choice = choice if runs_on(device) else "off"
+    if choice != config.tiled_weights == "on":
+        log.warning("--tiled-weights on: is for models of RWKV-7 that are not quantised, on one Hopper GPU an engine")
+    plan = MemoryPlan(device, shape, dtype, wkv_dtype, buffers, sampling, quant, logged, choice)
+    return replace(plan, buffers=buffers + plan.tiled_bytes) if plan.tiled == "on" else plan
 
 
 def session_levels(config: Config, memory: MemoryPlan, num_slots: int) -> dict[str, int]:

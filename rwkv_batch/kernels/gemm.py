@@ -54,9 +54,12 @@ class TileConfig(NamedTuple):
         return self.split == 1 and matrix.batch == 1 and N <= self.tile <= MAX_MASKED
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class GemmMatrix:
-    """A weight and how the copy engine reads it for tiles of each height. `transposed`: stored [batch, K, M]."""
+    """A weight and how the copy engine reads it for tiles of each height. `transposed`: stored [batch, K, M].
+
+    tiled  a copy that is read instead where there is one, see `tiled.py`
+    """
 
     weight: Tensor
     batch: int
@@ -65,6 +68,11 @@ class GemmMatrix:
     transposed: bool
     stacked: bool
     maps: dict[int, ctypes.Array]
+    tiled: Tensor | None = None
+
+    def pointers(self, config: TileConfig) -> tuple[int, int | None]:
+        """Return where the kernel finds the map for tiles so high, and the copy."""
+        return ctypes.addressof(self.maps[config.height]), pointer(self.tiled)
 
 
 @dataclass(frozen=True)
@@ -90,9 +98,9 @@ class Gemm:
     def __init__(self, launcher: Launcher, *, pdl: bool = True):
         self.launcher = launcher
         self.pdl = pdl
-        self._gemm = launcher.bind("rwkv_gemm", *(POINTER,) * 4, *(INT,) * 12)
-        self._project = launcher.bind("rwkv_gemm_project", *(POINTER,) * 5, *(INT,) * 13)
-        self._inputs = launcher.bind("rwkv_gemm_inputs", *(POINTER,) * 15, *(INT,) * 12)
+        self._gemm = launcher.bind("rwkv_gemm", *(POINTER,) * 5, *(INT,) * 12)
+        self._project = launcher.bind("rwkv_gemm_project", *(POINTER,) * 6, *(INT,) * 13)
+        self._inputs = launcher.bind("rwkv_gemm_inputs", *(POINTER,) * 16, *(INT,) * 12)
         self._encode = launcher.library.rwkv_gemm_map
         self._encode.argtypes = (POINTER, POINTER, INT, POINTER, POINTER, POINTER)
         self._maps: dict[tuple[int, ...], ctypes.Array] = {}
@@ -157,8 +165,8 @@ class Gemm:
                 raise ValueError(f"active_mask: not made by {config} for {N} rows of x")
         x_map = self._x_map(x, N, matrix.K, matrix.batch, config.tile)
         self.launcher.launch(
-            self._gemm, ctypes.addressof(matrix.maps[config.height]), ctypes.addressof(x_map), pointer(out),
-            pointer(active_mask), N, matrix.M, matrix.K, matrix.batch, matrix.transposed, relu_square, *config[:-1], self.pdl,
+            self._gemm, *matrix.pointers(config), ctypes.addressof(x_map), pointer(out), pointer(active_mask), N, matrix.M,
+            matrix.K, matrix.batch, matrix.transposed, relu_square, *config[:-1], self.pdl,
         )  # fmt: skip
         return out
 
@@ -176,9 +184,9 @@ class Gemm:
         if matrix.batch != 3 or matrix.transposed or lora.weight.shape[1] != matrix.K:
             raise ValueError("matrix: three weights [M, K] are needed, and `lora` of the same K")
         x_map = self._x_map(mixed, N, matrix.K, PLANES, config.tile)
-        maps = (matrix.maps[config.height], x_map, lora.maps[config.height])
+        maps = map(ctypes.addressof, (x_map, lora.maps[config.height]))
         self.launcher.launch(
-            self._project, *map(ctypes.addressof, maps), pointer(rkv), pointer(hidden), N, matrix.M, matrix.K, *lora.ranks,
+            self._project, *matrix.pointers(config), *maps, pointer(rkv), pointer(hidden), N, matrix.M, matrix.K, *lora.ranks,
             *config[:-1], self.pdl,
         )  # fmt: skip
 
@@ -234,7 +242,7 @@ class Gemm:
         x_map = self._x_map(mixed, N, C, PLANES, config.tile)
         tensors = (mixed, lora.down, lora.up, lora.w0, lora.a0, lora.v0, rkv, hidden, *gates, self._arrived)
         self.launcher.launch(
-            self._inputs, ctypes.addressof(matrix.maps[config.height]), ctypes.addressof(x_map), *map(pointer, tensors), N, C,
+            self._inputs, *matrix.pointers(config), ctypes.addressof(x_map), *map(pointer, tensors), N, C,
             *lora.ranks, *config[:-1], self.pdl,
         )  # fmt: skip
 
