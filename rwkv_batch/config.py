@@ -110,7 +110,7 @@ class Config:
         0, "batching", "the same while others decode, whose next tokens wait for the step; 0 = automatic", low=0, high=1_000_000
     )
     itl_budget_ms: float = setting(
-        0.0, "batching", "milliseconds that prompts may add to the gap between two tokens of others; 0: any", low=0, high=60_000
+        0.0, "batching", "milliseconds that prompts may add to the gap between two tokens of others; 0 = any", low=0, high=60000
     )
     batch_invariant: bool = setting(
         False, "batching", "decode in graphs of one size only: a row's tokens then do not depend on how many others run"

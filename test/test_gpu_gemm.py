@@ -129,7 +129,7 @@ def test_a_copy_in_tiles_gives_the_same_bits(gemm, M, K, transposed):
 
 @pytest.mark.parametrize("width", [320, 768, 2048, 4096])
 def test_copies_of_stacked_weights(gemm, width):
-    """r, k and v alone, with the first halves of the low-rank pairs, and with both."""
+    """r, k and v alone, and with the first halves of the low-rank pairs."""
     from rwkv_batch.kernels.tiled import tiles_of
 
     torch.manual_seed(width)

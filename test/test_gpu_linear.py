@@ -228,12 +228,13 @@ class TestLora:
     )
     def test_beside_a_product(self, gemm, n, width, ranks, has_v):
         """Both halves in one launch with r, k and v, in every way that is offered: right, and nothing depends on the others."""
-        lora, weight = random_lora(width, ranks, has_v=has_v), random(3, width, width, scale=width**-0.5)
         from rwkv_batch.kernels.tiled import tiles_of
 
-        mixed, matrix = random(6, 16, width, seed=3), gemm.prepare(weight)
+        lora, weight = random_lora(width, ranks, has_v=has_v), random(3, width, width, scale=width**-0.5)
+        mixed, matrix, copy = random(6, 16, width, seed=3), gemm.prepare(weight), gemm.prepare(torch.zeros_like(weight))
+        copy.tiled = tiles_of(weight)
 
-        def run(tokens, config):
+        def run(tokens, config, matrix=matrix):
             x, k = mixed[:, tokens].contiguous(), len(mixed[0, tokens])
             rkv, hidden, w_raw = empty(3, k, width), empty(k, lora.rank), empty(k, width, dtype=torch.float32)
             a, g, v_mix = (empty(k, width) for _ in range(3))
@@ -249,9 +250,7 @@ class TestLora:
                 again = run(slice(16 - n, 16), config)
                 assert torch.equal(again[1], hidden)
                 assert all(torch.equal(a, b) for a, b in zip(again[2], outputs, strict=True))
-            matrix.tiled = tiles_of(weight)
-            again = run(slice(16 - n, 16), config)
-            matrix.tiled = None
+            again = run(slice(16 - n, 16), config, copy)
             assert torch.equal(again[0], rkv)
             assert torch.equal(again[1], hidden)
             whole = whole or run(slice(0, 16), gemm.inputs_configs(16, matrix, lora)[0])

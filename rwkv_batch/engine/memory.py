@@ -6,7 +6,7 @@ Sizes are asked of what will be allocated; only the sum is made here.
 import contextlib
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -180,8 +180,9 @@ def plan_memory(
     choice = choice if runs_on(device) else "off"
     if choice != config.tiled_weights == "on":
         log.warning("--tiled-weights on: is for models of RWKV-7 that are not quantised, on one Hopper GPU an engine")
-    plan = MemoryPlan(device, shape, dtype, wkv_dtype, buffers, sampling, quant, logged, choice)
-    return replace(plan, buffers=buffers + plan.tiled_bytes) if plan.tiled == "on" else plan
+    if choice == "on":
+        buffers += tiled.num_bytes(shape)
+    return MemoryPlan(device, shape, dtype, wkv_dtype, buffers, sampling, quant, logged, choice)
 
 
 def session_levels(config: Config, memory: MemoryPlan, num_slots: int) -> dict[str, int]:
