@@ -258,6 +258,45 @@ class TestLora:
             assert all(torch.equal(a, b[16 - n :]) for a, b in zip(outputs, whole[2], strict=True))
         assert whole or gemm.num_sms < 132  # of an H200; smaller GPUs have no room for the widest beside r, k and v
 
+    @pytest.mark.parametrize("n", [17, 32, 33, 64, 100, 320, 960, 1100])
+    @pytest.mark.parametrize(
+        ("width", "ranks", "has_v"),
+        [
+            (256, (32, 32, 32, 64), False),
+            (320, (32, 64, 32, 96), True),
+            (768, (64, 64, 32, 128), True),
+            (2048, (96, 96, 64, 256), True),
+            (4096, (128, 128, 96, 480), True),
+        ],
+    )
+    def test_beside_a_product_of_many_tokens(self, gemm, n, width, ranks, has_v):
+        """Both halves in one launch with r, k, v: right in every way that is offered, the same in all, whatever the others."""
+        from rwkv_batch.kernels.tiled import tiles_of
+
+        lora, weight = random_lora(width, ranks, has_v=has_v), random(3, width, width, scale=width**-0.5)
+        mixed, matrix, copy = random(6, n, width, seed=3), gemm.prepare(weight), gemm.prepare(torch.zeros_like(weight))
+        copy.tiled = tiles_of(weight)
+
+        def run(x, config, matrix=matrix):
+            k = x.shape[1]
+            rkv, hidden, w_raw = empty(3, k, width), empty(k, lora.rank), empty(k, width, dtype=torch.float32)
+            a, g, v_mix = (empty(k, width) for _ in range(3))
+            gemm.inputs(x, matrix, lora, rkv, hidden, (w_raw, a, v_mix if has_v else None, g), config)
+            return [rkv[0], rkv[1], rkv[2], hidden, w_raw, a, g] + [v_mix] * has_v
+
+        configs = gemm.inputs_configs(n, matrix, lora)
+        assert configs
+        first = run(mixed, configs[0])
+        assert_lora(mixed, lora, first[3], first[4:])
+        assert_close(torch.stack(first[:3]), *product64(mixed[:3], weight.mT))
+        for config in configs:
+            for each in (matrix, copy, matrix):
+                again = run(mixed, config, each)
+                assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True)), config
+        few = mixed[:, n - 17 :].contiguous()
+        for one, other in zip(first, run(few, gemm.inputs_configs(17, matrix, lora)[0]), strict=True):
+            assert torch.equal(one[n - 17 :], other)
+
     def test_beside_a_product_does_not_fit(self, gemm):
         from rwkv_batch.kernels.gemm import TileConfig
 
@@ -270,6 +309,7 @@ class TestLora:
         small = (32, 32, 32, 32)
         for n, width, ranks, config in (
             (17, 256, small, TileConfig(64, 16, 1, 5, 12)),
+            (17, 256, small, TileConfig(64, 32, 1, 9, 12)),
             (8, 320, small, TileConfig(64, 8, 1, 5, 15)),
             (8, 256, (32, 32, 32, 544), TileConfig(64, 8, 1, 5, 12)),
             (8, 256, small, TileConfig(64, 8, 2, 5, 12)),

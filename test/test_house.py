@@ -12,7 +12,7 @@ MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FOLDER_FILES = 500, 300, 14
 
 # Folders without modules of ours, and those within.
 FOLDERS = {
-    "bench": ["card", "cluster", "served"], "cuda": ["linear", "sampling", "wkv"], "demo": ["tuned"], "deploy": [],
+    "bench": ["card", "cluster", "served"], "cuda": ["grouped", "linear", "sampling", "wkv"], "demo": ["tuned"], "deploy": [],
     "docs": ["api", "models"], "hip": [], "web": [],
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ Python must leave them as they are, or say why not and write them anew: `python 
 
 import hashlib
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from kernel_recorder import make_launcher
 
 from rwkv_batch.kernels import compiler, measured, self_check
 from rwkv_batch.kernels.autotune import Autotuner
+from rwkv_batch.kernels.gemm import INPUTS_STAGED, MAX_INPUTS_STAGES, Gemm
 from rwkv_batch.kernels.linear import MAX_SPARSE, GroupedConfig
 from rwkv_batch.kernels.mix import Mix
 from rwkv_batch.kernels.ops import KernelOps
@@ -184,6 +186,25 @@ def test_every_step_launches_what_it_did(monkeypatch, tmp_path):
         for key in part:
             assert got[name][key] == part[key], f"{name}, {key}"
     assert got == expected
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("n", [17, 32, 64, 100, 320, 960, 4096])
+def test_cuts_of_inputs_fit(monkeypatch, name, n):
+    """In shared memory, as many stages as the kernel has barriers for, no more thread blocks than tiles."""
+    shape = PUBLISHED[name]
+    launcher, _ = make_launcher(monkeypatch)
+    layer = KernelOps(empty_weights(shape), launcher, max_tokens=8, max_rows=8).prepared.layers[0]
+    if layer.rkv.gemm is None:
+        pytest.skip("no tensor cores for this width")
+    configs = Gemm(launcher).inputs_configs(n, layer.rkv.gemm, layer.lora)
+    assert 0 < len(configs) == len(set(configs)) <= 32
+    for config in configs:
+        assert (config.height + config.tile) * 128 * config.stages + config.height // 64 * INPUTS_STAGED + 1024 <= 226 << 10
+        assert 3 <= config.stages <= MAX_INPUTS_STAGES
+        pairs = [math.ceil(rank / config.height) + math.ceil(shape.width / config.height) for rank in layer.lora.ranks if rank]
+        tiles = sum(pairs) + 3 * math.ceil(shape.width / config.height)
+        assert config.clusters <= tiles * math.ceil(n / config.tile)
 
 
 def test_steps_differ(monkeypatch):

@@ -1,4 +1,7 @@
-"""Matrix products of many rows on Hopper GPUs (cuda/linear/gemm.cu): out = x W^T, weights on the tensor cores' tall side."""
+"""Matrix products of many rows on Hopper GPUs: out = x W^T, weights on the tensor cores' tall side.
+
+The kernels are in cuda/linear/gemm.cu; those of r, k, v and the low-rank pairs of more than 16 rows in cuda/grouped/inputs.cu.
+"""
 
 import ctypes
 import functools
@@ -20,11 +23,15 @@ SMALL_WEIGHTS = 10 << 20  # bytes that multiprocessors may well read several tim
 LEAST_RESERVED = 8  # multiprocessors that are worth being left free
 MAX_MASKED = 16  # rows of x of which `Gemm.gemm` leaves an active mask
 PLANES = 6  # of what `project` reads: r, k, v, w, a, g
-MAX_INPUTS = 16  # rows of x of `inputs`
-MAX_RANK = 512  # of a pair there
+FEW_INPUTS = 16  # rows of x up to which `inputs` is one kernel, and beyond which another
+MAX_RANK = 512  # of a pair, of few rows
 INPUTS_UNIT = 256  # what C is a multiple of there
 MAX_INPUTS_WIDTH = 4096
 INPUTS_STAGES = (5, 7, 11)  # fewer leave the low-rank pairs, which wait more than they read, shorter queues before memory
+RIVALS_OF_MANY = 6  # configs to be timed for more than 64 rows
+INPUTS_CUTS = {64: (32, 64, 128), 128: (32, 64, 128, 160, 256)}  # of more rows: as TILES
+MAX_INPUTS_STAGES = 8
+INPUTS_STAGED = 32 * 144  # bytes of 64 weight rows' results on their way out
 PAIR_ROWS = 3 * 8  # first halves' rows that a thread block of the pairs holds at once
 SHARED_MEMORY = 225 << 10  # bytes of a multiprocessor that one thread block may take, or several together
 NOT_SUPPORTED = 801  # cudaErrorNotSupported
@@ -58,7 +65,8 @@ class TileConfig(NamedTuple):
 class GemmMatrix:
     """A weight and how the copy engine reads it for tiles of each height. `transposed`: stored [batch, K, M].
 
-    tiled  a copy that is read instead where there is one, see `tiled.py`
+    tiled   a copy that is read instead where there is one, see `tiled.py`
+    turned  a copy [M, K] of a transposed weight for other products than this, see there too
     """
 
     weight: Tensor
@@ -69,6 +77,7 @@ class GemmMatrix:
     stacked: bool
     maps: dict[int, ctypes.Array]
     tiled: Tensor | None = None
+    turned: Tensor | None = None
 
     def pointers(self, config: TileConfig) -> tuple[int, int | None]:
         """Return where the kernel finds the map for tiles so high, and the copy."""
@@ -100,7 +109,8 @@ class Gemm:
         self.pdl = pdl
         self._gemm = launcher.bind("rwkv_gemm", *(POINTER,) * 5, *(INT,) * 12)
         self._project = launcher.bind("rwkv_gemm_project", *(POINTER,) * 6, *(INT,) * 13)
-        self._inputs = launcher.bind("rwkv_gemm_inputs", *(POINTER,) * 16, *(INT,) * 12)
+        self._few_inputs = launcher.bind("rwkv_gemm_inputs", *(POINTER,) * 16, *(INT,) * 12)
+        self._many_inputs = launcher.bind("rwkv_inputs", *(POINTER,) * 15, *(INT,) * 12)
         self._encode = launcher.library.rwkv_gemm_map
         self._encode.argtypes = (POINTER, POINTER, INT, POINTER, POINTER, POINTER)
         self._maps: dict[tuple[int, ...], ctypes.Array] = {}
@@ -110,7 +120,9 @@ class Gemm:
             raise RuntimeError(f"rwkv_gemm_setup failed with CUDA error {error}")
         self.available = error == 0
         self.num_sms = torch.cuda.get_device_properties(launcher.device).multi_processor_count
-        self._arrived = torch.zeros(self.num_sms + 1, dtype=torch.int64, device=launcher.device)  # thread blocks of `inputs`
+        # What thread blocks of `inputs` count, of few rows and of more.
+        self._arrived = torch.zeros(self.num_sms + 1, dtype=torch.int64, device=launcher.device)
+        self._written = torch.zeros(2, dtype=torch.int32, device=launcher.device)
 
     def prepare(self, weight: Tensor, transposed: bool = False) -> GemmMatrix:
         """Describe a weight [M, K], or [batch, M, K] for several products at once; `transposed`: [K, M] or [batch, K, M].
@@ -224,8 +236,9 @@ class Gemm:
     ) -> None:
         """`project` and `Linear.lora_up` in one launch: rkv [3, N, C], hidden [N, R]; `gates` w_raw, a, v_mix, g [N, C].
 
-        mixed [6, N, C], N <= 16. A token's result depends neither on the others nor on N; the order of sums is another one.
-        Thread blocks wait for each other, so such launches must come one after another, in one stream.
+        mixed [6, N, C]. A token's result depends on itself alone, of more than FEW_INPUTS tokens neither on N nor on `config`;
+        the order of sums is another one for few. Thread blocks wait for each other, so such launches must come one after
+        another, in one stream.
         """
         N, C = mixed.shape[1:]
         check("mixed", mixed, self.launcher.device, torch.float16, (PLANES, N, matrix.K))
@@ -235,21 +248,30 @@ class Gemm:
             if name != "v_mix" or lora.v0 is not None:
                 dtype = torch.float32 if name == "w_raw" else torch.float16
                 check(name, out, self.launcher.device, dtype, (N, C))
-        if matrix.batch != 3 or matrix.transposed or not matrix.M == matrix.K == lora.width:
+        if matrix.batch != 3 or matrix.transposed or not matrix.M == matrix.K == lora.width == lora.outputs:
             raise ValueError("matrix: three weights [C, C] are needed, and `lora` of the same C")
-        if config not in self.inputs_configs(N, matrix, lora):
+        if config[:4] not in [each[:4] for each in self.inputs_configs(N, matrix, lora)] or config.clusters < 1:
             raise ValueError(f"config: {config} does not fit {N} rows of x and this matrix")
-        x_map = self._x_map(mixed, N, C, PLANES, config.tile)
-        tensors = (mixed, lora.down, lora.up, lora.w0, lora.a0, lora.v0, rkv, hidden, *gates, self._arrived)
+        pairs = (lora.down, lora.up, lora.w0, lora.a0, lora.v0, rkv, hidden, *gates)
+        if N > FEW_INPUTS:
+            tensors = (mixed, matrix.weight, matrix.tiled, *pairs, self._written)
+            cut = (config.height, config.tile, config.stages, config.clusters)
+            self.launcher.launch(self._many_inputs, *map(pointer, tensors), N, C, matrix.M, *lora.ranks, *cut, self.pdl)
+            return
+        x_map, tensors = self._x_map(mixed, N, C, PLANES, config.tile), (mixed, *pairs, self._arrived)
         self.launcher.launch(
-            self._inputs, *matrix.pointers(config), ctypes.addressof(x_map), *map(pointer, tensors), N, C,
+            self._few_inputs, *matrix.pointers(config), ctypes.addressof(x_map), *map(pointer, tensors), N, C,
             *lora.ranks, *config[:-1], self.pdl,
         )  # fmt: skip
 
     def inputs_configs(self, N: int, matrix: GemmMatrix, lora: Lora) -> list[TileConfig]:
         """Return ways to cut up `inputs` for N rows, of which timing shall choose; none where it does not fit."""
         C = matrix.K
-        if N > MAX_INPUTS or C % INPUTS_UNIT or C > MAX_INPUTS_WIDTH or max(lora.ranks) > MAX_RANK:
+        if not matrix.M == C == lora.outputs:  # a shard's
+            return []
+        if N > FEW_INPUTS:
+            return _many_inputs_configs(N, C, lora.ranks, self.num_sms)
+        if C % INPUTS_UNIT or C > MAX_INPUTS_WIDTH or max(lora.ranks) > MAX_RANK:
             return []
         tile, configs = 8 if N <= 8 else 16, []
         fewest = math.ceil(lora.rank / PAIR_ROWS)  # thread blocks of the pairs; with less they would be waited for
@@ -274,7 +296,7 @@ class Gemm:
 
     def sparing_configs(self, N: int, matrix: GemmMatrix) -> list[TileConfig]:
         """Return ways to cut up a product of N rows that leave multiprocessors for another kernel; few rows have `inputs`."""
-        if N <= MAX_INPUTS:
+        if N <= FEW_INPUTS:
             return []
         config, configs = self.tile_config(N, matrix), []
         for height in TILES if N <= 64 else (config.height,):  # the higher ones read x half as often
@@ -289,11 +311,10 @@ class Gemm:
         return self.num_sms - config.clusters * config.split
 
     def tile_configs(self, N: int, matrix: GemmMatrix) -> list[TileConfig]:
-        """Return that config and, for few rows, others that timing may prefer."""
-        config = self.tile_config(N, matrix)
-        if N > 64:
-            return [config]
-        return list(dict.fromkeys([config, *_rival_configs(N, config, matrix.M, matrix.K, matrix.batch, self.num_sms)]))
+        """Return that config and others that timing may prefer."""
+        config, shape = self.tile_config(N, matrix), (matrix.M, matrix.K, matrix.batch, self.num_sms)
+        rivals = _rival_configs(N, config, *shape) if N <= 64 else _rivals_of_many(N, *shape)
+        return list(dict.fromkeys([config, *rivals]))
 
     def _map(self, tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> ctypes.Array:
         """Return a tensor map: `sizes` and `box` in elements, innermost first; `strides` in bytes, from the second on."""
@@ -355,6 +376,25 @@ def _rival_configs(N: int, config: TileConfig, M: int, K: int, batch: int, num_s
     return rivals
 
 
+@functools.lru_cache(4096)
+def _many_inputs_configs(N: int, C: int, ranks: tuple[int, ...], num_sms: int) -> list[TileConfig]:
+    """Return ways to cut up `Gemm.inputs` for more than a few rows: a thread block for each tile, or as many as run at once."""
+    configs = []
+    for height, tile in ((height, tile) for height, tiles in INPUTS_CUTS.items() for tile in tiles):
+        of_x = math.ceil(N / tile)
+        if tile >= 2 * N or (tile < 128 and of_x > 8):
+            continue
+        pairs = sum(math.ceil(rank / height) + math.ceil(C / height) for rank in ranks if rank)
+        tiles = of_x * (pairs + 3 * math.ceil(C / height))
+        for blocks in range(1, (3 if height * tile <= 64 * 64 else 2 if height * tile <= 64 * 128 else 1) + 1):
+            room = SHARED_MEMORY // blocks - 1024 - height // 64 * INPUTS_STAGED
+            stages = min(room // ((height + tile) * BK * 2), MAX_INPUTS_STAGES, max(3, C // BK))
+            if stages >= 3:
+                grids = {tiles, min(tiles, blocks * num_sms)}
+                configs += [TileConfig(height, tile, 1, stages, grid) for grid in sorted(grids, reverse=True)]
+    return list(dict.fromkeys(configs))
+
+
 def _epilogue(height: int, tile: int, split: int) -> int:
     """Return the bytes of shared memory that results take on their way out."""
     return min(tile, 64) * ((height + 4) * 4 if split > 1 else height // 64 * 144)
@@ -366,12 +406,23 @@ def _may_be_small(N: int, tile: int, values: int) -> bool:
 
 
 def _config_many(N: int, M: int, K: int, batch: int, num_sms: int) -> TileConfig:
-    """Many rows: the config with the least estimated time, in us."""
+    """Many rows: the config with the least estimated time."""
+    configs = _estimated(N, M, K, batch, num_sms, splits=(1, 2))
+    return min((time, config) for time, config in configs if config.tile >= config.height)[1]
+
+
+def _rivals_of_many(N: int, M: int, K: int, batch: int, num_sms: int) -> list[TileConfig]:
+    """Others for many rows, those with the least estimated time."""
+    return [config for _, config in sorted(_estimated(N, M, K, batch, num_sms, splits=(1, 2, 4)))][:RIVALS_OF_MANY]
+
+
+def _estimated(N: int, M: int, K: int, batch: int, num_sms: int, *, splits: tuple[int, ...]) -> list[tuple[float, TileConfig]]:
+    """Return configs for many rows, and us that each may take."""
     configs = []
-    for height, tile in ((h, t) for h, tiles in TILES.items() for t in tiles if t >= h):
+    for height, tile in ((h, t) for h, tiles in TILES.items() for t in tiles if t >= 64):
         tiles, steps = math.ceil(M / height) * math.ceil(N / tile) * batch, K // BK
-        for split in (1, 2):
-            if split == 2 and (2 * tiles > num_sms or steps < 12):
+        for split in splits:
+            if split > 1 and (split * tiles > num_sms or steps < 6 * split):
                 continue
             step = max(2.3e-5 * height * tile, 1.75e-3 * (height + tile))  # multiplying, loading
             time = math.ceil(tiles * split / num_sms) * (step * steps / split + 9.3e-5 * height * tile)
@@ -379,7 +430,7 @@ def _config_many(N: int, M: int, K: int, batch: int, num_sms: int) -> TileConfig
             blocks = 2 if tile == 64 else 1
             stages = _stages(height, tile, split, math.ceil(steps / split), blocks)
             configs.append((time, TileConfig(height, tile, split, stages, _even(tiles, blocks * num_sms))))
-    return min(configs)[1]
+    return configs
 
 
 def _even(tiles: int, at_once: int) -> int:

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.gemm import INPUTS_UNIT, MAX_INPUTS, MAX_INPUTS_WIDTH, MAX_RANK, PAIR_ROWS, TileConfig
+from rwkv_batch.kernels.gemm import FEW_INPUTS, INPUTS_UNIT, MAX_INPUTS_WIDTH, MAX_RANK, PAIR_ROWS, TileConfig
 from rwkv_batch.kernels.launch import INT, POINTER, Launcher, check, pointer
 from rwkv_batch.kernels.linear import MASK_UNITS, MAX_GEMV, MAX_MASKED, MAX_SPARSE, PLANES, Lora
 from rwkv_batch.kernels.quant.matrix import HALF, QuantMatrix
@@ -127,7 +127,7 @@ class QuantLinear:
     def inputs_configs(self, n: int, matrix: QuantMatrix, lora: Lora) -> list[TileConfig]:
         """Return ways to cut up `inputs` for N tokens, which differ in `clusters`, the thread blocks of r, k and v."""
         c = lora.width
-        fits = matrix.shape == (3, c, c) and matrix.format in WHOLE_CODES and n <= MAX_INPUTS
+        fits = matrix.shape == (3, c, c) and matrix.format in WHOLE_CODES and n <= FEW_INPUTS
         aligned = matrix.scales.data_ptr() % 16 == 0 and c % (INPUTS_UNIT if matrix.format in ("int8", "fp8") else 512) == 0
         if not (self.hopper and fits and aligned and c <= MAX_INPUTS_WIDTH and max(lora.ranks) <= MAX_RANK):
             return []
