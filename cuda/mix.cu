@@ -32,18 +32,18 @@ __global__ void __launch_bounds__(MAX_THREADS) embed_kernel(
     store8(to, v);
 }
 
-// Layer norm as in norm.cuh, of a row that a block, or a cluster of them if SPREAD, takes alone. What does not depend on the row is
+// Layer norm as in norm.cuh, of R rows that a block, or a cluster of them if SPREAD, takes alone. What does not depend on the rows is
 // found in the constructor. The blocks of a cluster send their moments to where they are awaited: a barrier of all threads would
 // first wait for everything that they have written.
-template <bool SPREAD>
+template <bool SPREAD, int R = 1>
 struct RowNorm {
     static constexpr int MOST = MAX_WIDTH / SPAN;  // warps
     struct Shared {
-        Moments moments;
+        Moments moments[R];
         uint64_t complete;
     };
     Shared& shared;
-    float2* own;           // of this warp
+    float2* own;           // of this warp, of the first row
     const float2* other;   // of a warp, which this lane combines with those of other lanes; both halves of a warp have all
     float count, columns;  // of own, of other
     int width;
@@ -55,17 +55,19 @@ struct RowNorm {
         const int warp = threadIdx.x / LANES + place.part * place.warps, lane = threadIdx.x % LANES;
         const int warps = place.parts * place.warps;
         const bool counts = lane % MOST < warps;
-        own = shared.moments.of_warp + warp, other = shared.moments.of_warp + lane % MOST;
+        own = shared.moments[0].of_warp + warp, other = shared.moments[0].of_warp + lane % MOST;
         count = SPREAD ? SPAN : fminf(SPAN, width - warp * SPAN);
         columns = !counts ? 0.f : SPREAD ? SPAN : fminf(SPAN, width - lane % MOST * SPAN);
         sends = lane < (SPREAD ? place.parts : 1);
-        if (!counts) shared.moments.of_warp[lane % MOST] = make_float2(0.f, 0.f);
+#pragma unroll
+        for (int r = 0; r < R; r++)
+            if (!counts) shared.moments[r].of_warp[lane % MOST] = make_float2(0.f, 0.f);
 #if __CUDA_ARCH__ >= 900
         if constexpr (SPREAD) {
             if (threadIdx.x == 0) {
                 init_barrier(&shared.complete, 1);
                 publish_barriers();
-                expect_bytes(&shared.complete, warps * sizeof(float2));
+                expect_bytes(&shared.complete, R * warps * sizeof(float2));
             }
             __syncwarp();
             cluster_arrive_relaxed();
@@ -85,7 +87,7 @@ struct RowNorm {
         return 0;
 #endif
     }
-    __device__ __forceinline__ void share(const float (&v)[EACH]) const {
+    __device__ __forceinline__ void share(const float (&v)[EACH], int r = 0) const {
         float sum = 0.f, squares = 0.f;
 #pragma unroll
         for (int j = 0; j < EACH; j++) sum += v[j];
@@ -97,11 +99,11 @@ struct RowNorm {
         if constexpr (SPREAD) {
             if (sends)
                 asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
-                             ::"r"(sent_to), "f"(mean), "f"(squares), "r"(complete_at) : "memory");
+                             ::"r"(sent_to + r * int(sizeof(Moments))), "f"(mean), "f"(squares), "r"(complete_at) : "memory");
             return;
         }
 #endif
-        if (sends) *own = make_float2(mean, squares);
+        if (sends) own[r * MOST] = make_float2(mean, squares);
     }
     // Behind it all moments are there.
     __device__ __forceinline__ void meet() const {
@@ -111,8 +113,8 @@ struct RowNorm {
         __syncthreads();
     }
     __device__ __forceinline__ Halves normalize(
-            const float (&v)[EACH], const float (&weight)[EACH], const float (&bias)[EACH]) const {
-        const float2 share = *other;
+            const float (&v)[EACH], const float (&weight)[EACH], const float (&bias)[EACH], int r = 0) const {
+        const float2 share = other[r * MOST];
         // With 0 added, so that it is no negative zero: norm.cuh sums over all lanes, of which half have none.
         const float mean = over<true>(sum_of_half(fmaf(columns, share.x, 0.f)), width);
         const float squares = sum_of_half(fmaf(columns * (share.x - mean), share.x - mean, share.y));
@@ -178,67 +180,66 @@ __global__ void __launch_bounds__(MAX_THREADS) decode_kernel(
 }
 
 // The same for many rows, R to a block: everything is asked for before anything is stored, and the blends' proportions, which
-// all rows share, one plane ahead. The slots alone are read before the kernel before has ended, since it leaves little room.
-template <int K, int R>
+// all rows share, one plane ahead.
+template <int K, int R, bool SPREAD>
 __global__ void __launch_bounds__(MANY_THREADS, 3) decode_many_kernel(
         float* x, const __half* y, const float* weight, const float* bias, const float* mix, __half* shift, const int64_t* slots,
         __half* out, int rows, int width, bool inputs_ready) {
-    __shared__ Moments moments[R];
-    const Place place(width, gridDim.x, blockIdx.x);
-    if (place.parts > 1) cluster_arrive_relaxed();
-    const int first = blockIdx.y * R;
+    __shared__ typename RowNorm<SPREAD, R>::Shared shared;
+    const Place place(width, SPREAD ? gridDim.x : 1, SPREAD ? blockIdx.x : 0);
+    const RowNorm<SPREAD, R> norm(place, shared);
+    const int first = blockIdx.y * R, column = place.live ? place.column : 0;  // all threads read, so that none branches
+    float scale[EACH], offset[EACH], ratio[2][EACH], v[R][EACH];
+    load8_now(weight + column, scale), load8_now(bias + column, offset), load8_now(mix + column, ratio[0]);
+    if (!inputs_ready) {
+        release_next();
+        wait_for_previous();
+    }
     int64_t slot[R];
-    const auto read_slots = [&] {
-#pragma unroll
-        for (int r = 0; r < R; r++) slot[r] = first + r < rows ? slots[first + r] : -1;
-    };
-    if (inputs_ready) read_slots();
-    release_next();
-    wait_for_previous();
-    if (!inputs_ready) read_slots();
-    float v[R][EACH], scale[EACH] = {}, offset[EACH] = {}, ratio[2][EACH] = {};
-    Halves added[R], previous[R], normed[R];
+    size_t at[R];
+    Halves previous[R], added[R];
 #pragma unroll
     for (int r = 0; r < R; r++) {
-        const size_t at = size_t(first + r) * width + place.column;
-        const bool here = place.live && first + r < rows;
-#pragma unroll
-        for (int j = 0; j < EACH; j++) v[r][j] = 0.f;
-        added[r] = zero_halves();
-        if (here) load8(x + at, v[r]);
-        if (here && y) added[r] = load_halves_at_once(y + at);
-    }
-    if (place.live) {
-        load8_now(weight + place.column, scale), load8_now(bias + place.column, offset);
-        load8_now(mix + place.column, ratio[0]);
+        const int row = min(first + r, rows - 1);
+        slot[r] = first + r < rows ? slots[row] : -1, at[r] = size_t(row) * width + column;
     }
 #pragma unroll
     for (int r = 0; r < R; r++) {
         previous[r] = zero_halves();
-        if (place.live && slot[r] >= 0) previous[r] = load_halves_at_once(shift + slot[r] * width + place.column);
+        if (slot[r] >= 0) previous[r] = load_halves_at_once(shift + slot[r] * width + column);
     }
-    if (y)
+    release_next();
+    norm.begin();
+    wait_for_previous();
 #pragma unroll
-        for (int r = 0; r < R; r++) {
-            add(v[r], added[r]);
-            if (place.live && first + r < rows) store8(x + size_t(first + r) * width + place.column, v[r]);
-        }
-    if (place.parts > 1) cluster_wait();  // all blocks have started: their shared memory is there
-    normalize(v, scale, offset, place, moments, normed);
+    for (int r = 0; r < R; r++) load8(x + at[r], v[r]);
+#pragma unroll
+    for (int r = 0; r < R; r++) added[r] = load_halves_at_once(y ? y + at[r] : reinterpret_cast<const __half*>(x + at[r]));
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        if (y) add(v[r], added[r]);
+        norm.share(v[r], r);
+    }
+    if (y && place.live)
+#pragma unroll
+        for (int r = 0; r < R; r++)
+            if (first + r < rows) store8(x + at[r], v[r]);
+    norm.meet();
+    Halves normed[R];
+#pragma unroll
+    for (int r = 0; r < R; r++) normed[r] = norm.normalize(v[r], scale, offset, r);
     if (!place.live) return;
 #pragma unroll
     for (int k = 0; k < K; k++) {
-        if (k + 1 < K) load8_now(mix + (k + 1) * width + place.column, ratio[(k + 1) & 1]);
+        if (k + 1 < K) load8_now(mix + (k + 1) * width + column, ratio[(k + 1) & 1]);
 #pragma unroll
         for (int r = 0; r < R; r++)
-            if (first + r < rows) {
-                __half* to = out + (size_t(k) * rows + first + r) * width + place.column;
-                store_halves_at_once(to, lerp(normed[r], previous[r], ratio[k & 1]));
-            }
+            if (first + r < rows)
+                store_halves_at_once(out + size_t(k) * rows * width + at[r], lerp(normed[r], previous[r], ratio[k & 1]));
     }
 #pragma unroll
     for (int r = 0; r < R; r++)
-        if (slot[r] >= 0) store_halves_at_once(shift + slot[r] * width + place.column, normed[r]);
+        if (slot[r] >= 0) store_halves_at_once(shift + slot[r] * width + column, normed[r]);
 }
 
 // What a warp takes next of x and y, its own columns of R tokens: copied to shared memory while it works on those before, and x
@@ -489,7 +490,8 @@ static cudaError_t decode(float* x, const __half* y, const float* weight, const 
     }
     Launch many = how;
     many.grid.y = (rows + DECODE_ROWS - 1) / DECODE_ROWS;
-    return start(decode_many_kernel<K, DECODE_ROWS>, many, x, y, weight, bias, mix, shift, slots, out, rows, width, inputs_ready);
+    const auto kernel = parts > 1 ? decode_many_kernel<K, DECODE_ROWS, HAS_CLUSTERS> : decode_many_kernel<K, DECODE_ROWS, false>;
+    return start(kernel, many, x, y, weight, bias, mix, shift, slots, out, rows, width, inputs_ready);
 }
 
 // THREADS: of a block, at most; how many registers each has depends on it.
