@@ -10,6 +10,10 @@
 
 namespace rwkv {
 
+// Of narrow models, how many blocks ahead a state is asked into the L2 cache: on an H200 0.1B with 320 and 960 rows takes 1.2 to 1.8 %
+// less by it, wider ones up to 2 % more.
+constexpr int NARROW_HEADS = 16, BLOCKS_AHEAD = 528;
+
 // One token for each row; a block takes one head of a row, each of its WARPS a band of the state. `inputs_ready`: the kernel before
 // this one started after states and slots had been written, so they can be read while it runs.
 template <class State, int WARPS>
@@ -21,6 +25,7 @@ __global__ void __launch_bounds__(WARPS* LANES, 32 / WARPS) wkv_decode_kernel(
     constexpr bool AHEAD = WARPS > 4;
     __shared__ Token token;
     __shared__ Outputs y;
+    __shared__ Finish finishes[AHEAD ? 1 : LANES];  // where registers are short
     const int head = blockIdx.x % heads, row = blockIdx.x / heads, warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const int channel = head * HEAD + 2 * lane;
     const size_t input = size_t(row) * heads * HEAD + channel;
@@ -37,6 +42,14 @@ __global__ void __launch_bounds__(WARPS* LANES, 32 / WARPS) wkv_decode_kernel(
 #pragma unroll
         for (int m = 0; m < ROWS; m++) keys[m].load(at + m * BAND * HEAD);
     }
+    if (!AHEAD && heads <= NARROW_HEADS && blockIdx.x + BLOCKS_AHEAD < gridDim.x) {
+        const int block = blockIdx.x + BLOCKS_AHEAD;
+        const int64_t next = slots[block / heads];
+        const State* const of_head = state + (next * heads + block % heads) * HEAD * HEAD;
+        constexpr int LINE = 128 / sizeof(State), LINES = HEAD * HEAD / LINE;
+        if (next >= 0)
+            for (int i = threadIdx.x; i < LINES; i += WARPS * LANES) prefetch(of_head + i * LINE);
+    }
     if constexpr (AHEAD)
         wait_for_previous_knowing(at, in.w_raw + input, in.r + input, in.k + input, in.v + input, in.a + input, in.gate + input,
                                   in.v_mix + input, in.v_first + input, Keys<State>::place(2 * lane));
@@ -50,12 +63,13 @@ __global__ void __launch_bounds__(WARPS* LANES, 32 / WARPS) wkv_decode_kernel(
         if (!AHEAD) of = Vectors(in, channel);
         with = prepare<State>(raw, of, in, input, token);
         if (AHEAD) of.load_rest(in, channel);
+        else finishes[lane] = with;
     }
     __syncthreads();
     advance(keys, at, value, token, y);
     __syncthreads();
     if (warp > 0) return;
-    if (!AHEAD) of = Vectors(in, channel);
+    if (!AHEAD) of = Vectors(in, channel), with = finishes[lane];
     finish(load2(y.of_value + 2 * lane), with, of, in.out + input);
 }
 

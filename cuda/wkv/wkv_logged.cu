@@ -85,25 +85,12 @@ __device__ __forceinline__ void redo(Keys<__half> (&keys)[ROWS], int value, cons
     for (int m = 0; m < ROWS; m++) {
         float s[KEYS];
         keys[m].unpack(s);
-        removed[m] = group_sum(dot(s, kk));
+        removed[m] = dot(s, kk);
     }
-    update(keys, removed, value, token);
-}
-
-__device__ __forceinline__ void outputs(
-        const Keys<__half> (&keys)[ROWS], int value, const Token& token, float (&removed)[ROWS], Outputs& y) {
-    float kk[KEYS], kept[KEYS];
-    pick(token.kk, kk), pick(token.kept, kept);
+    const float own = group_sums(removed);
 #pragma unroll
-    for (int m = 0; m < ROWS; m++) {
-        float s[KEYS];
-        keys[m].unpack(s);
-        removed[m] = group_sum(dot(s, kk));
-        const float stayed = group_sum(dot(s, kept));
-        const float v = token.value[value + m * BAND];
-        if (threadIdx.x % GROUP == 0)
-            y.of_value[value + m * BAND] = fmaf(v, token.by_r.y, fmaf(-removed[m], token.by_r.x, stayed));
-    }
+    for (int m = 0; m < ROWS; m++) removed[m] = group_sum_of<ROWS>(own, m);
+    update(keys, removed, value, token);
 }
 
 __device__ __forceinline__ void write(const Keys<__half>& keys, __half* row) {

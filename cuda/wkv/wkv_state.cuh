@@ -16,6 +16,30 @@ __device__ __forceinline__ float group_sum(float v) {
     return v;
 }
 
+// The same of N values at once, a power of two up to GROUP, to the same bits with a third of the exchanges: from one exchange to the next
+// each lane goes on with half of them. Of a row's lanes those from i * GROUP / N on get the i-th sum; see `group_sum_of`.
+template <int N>
+__device__ __forceinline__ float group_sums(float (&v)[N]) {
+    int d = GROUP / 2;
+#pragma unroll
+    for (int n = N / 2; n; n /= 2, d /= 2) {
+        const bool upper = threadIdx.x & d;
+#pragma unroll
+        for (int i = 0; i < n; i++) {
+            const float own = upper ? v[i + n] : v[i], given = upper ? v[i] : v[i + n];
+            v[i] = own + __shfl_xor_sync(ALL, given, d, LANES);
+        }
+    }
+#pragma unroll
+    for (; d; d /= 2) v[0] += __shfl_xor_sync(ALL, v[0], d, LANES);
+    return v[0];
+}
+// Gives all lanes the i-th of N.
+template <int N>
+__device__ __forceinline__ float group_sum_of(float sums, int i) {
+    return __shfl_sync(ALL, sums, threadIdx.x % LANES / GROUP * GROUP + i * (GROUP / N), LANES);
+}
+
 struct alignas(16) Outputs {
     float of_value[HEAD];
 };

@@ -85,21 +85,33 @@ __device__ __forceinline__ void finish(float2 y, const Finish& with, const Vecto
         (fmaf(y.y * scale, of.norm_weight.y, of.norm_bias.y) + with.bonus.y) * with.gate.y));
 }
 
-// A warp takes its rows of a state, ROWS a lane from `value` on, through one token, and gives its outputs.
+// What a warp's rows of a state, ROWS a lane from `value` on, give for a token: the outputs, and the products with kk.
 template <class State, int ROWS>
-__device__ __forceinline__ void advance(const Keys<State> (&keys)[ROWS], State* to, int value, const Token& token, Outputs& y) {
-    float kk[KEYS], kept[KEYS], removed[ROWS];
+__device__ __forceinline__ void outputs(
+        const Keys<State> (&keys)[ROWS], int value, const Token& token, float (&removed)[ROWS], Outputs& y) {
+    constexpr int N = 2 * ROWS;
+    float kk[KEYS], kept[KEYS], sums[N];
     pick(token.kk, kk), pick(token.kept, kept);
 #pragma unroll
     for (int m = 0; m < ROWS; m++) {
         float s[KEYS];
         keys[m].unpack(s);
-        removed[m] = group_sum(dot(s, kk));
-        const float stayed = group_sum(dot(s, kept));
-        const float v = token.value[value + m * BAND];
-        if (threadIdx.x % GROUP == 0)
-            y.of_value[value + m * BAND] = fmaf(v, token.by_r.y, fmaf(-removed[m], token.by_r.x, stayed));
+        sums[m] = dot(s, kk), sums[ROWS + m] = dot(s, kept);
     }
+    // Half of a row's lanes get the products with kk, the others those with what is kept, and each of them one row's output.
+    const float own = group_sums(sums), taken = __shfl_xor_sync(ALL, own, GROUP / 2, LANES);
+#pragma unroll
+    for (int m = 0; m < ROWS; m++) removed[m] = group_sum_of<N>(own, m);
+    const int lane = threadIdx.x % GROUP, at = value + lane % (GROUP / 2) / (GROUP / N) * BAND;
+    const float stayed = fmaf(token.value[at], token.by_r.y, fmaf(-taken, token.by_r.x, own));
+    if (lane >= GROUP / 2 && lane % (GROUP / N) == 0) y.of_value[at] = stayed;
+}
+
+// Takes them through it.
+template <class State, int ROWS>
+__device__ __forceinline__ void advance(const Keys<State> (&keys)[ROWS], State* to, int value, const Token& token, Outputs& y) {
+    float removed[ROWS];
+    outputs(keys, value, token, removed, y);
     float w[KEYS], inserted[KEYS], key[KEYS];
     pick(token.decay, w), pick(token.inserted, inserted), pick(token.key, key);
 #pragma unroll
