@@ -21,11 +21,19 @@ NORMED_INPUTS, NORMED_KEY, LAST_NORM = "rwkv_normed_inputs", "rwkv_normed_produc
 NORM, PROJECT, UP, RECURRENCE = "rwkv_add_norm_mix_decode", "rwkv_project", "rwkv_lora_up", "rwkv_wkv_decode"
 
 
+def turn(ops: FewRowOps) -> None:
+    """Give a model the copies that `tiled.tile` makes of `ffn_value`."""
+    for value in (layer.ffn_value.gemm for layer in ops.prepared.layers):
+        value.turned = value.weight.mT.contiguous()
+
+
 class Steps:
     def __init__(self, monkeypatch, *, hopper: bool = True):
         self.launcher, self.recorder = make_launcher(monkeypatch, hopper=hopper)
         weights = self_check.random_weights(torch.device("cpu"))
         self.ops = FewRowOps(weights, self.launcher, max_tokens=64, max_rows=16)
+        if hopper:
+            turn(self.ops)
         for name, variant in (("rkv", GEMV_RKV), ("output", GEMV), ("ffn_key", GEMV), ("ffn_value", SPARSE), ("head", GEMV)):
             for size in range(1, 10):
                 self.ops.choose(name, size, variant)
@@ -56,6 +64,8 @@ def steps(monkeypatch) -> Steps:
         (FewPlan(pairs=True), [NORM, INPUTS, WKV, PLAIN, NORM, PLAIN, "rwkv_sparse_ffn"], "rwkv_add_norm"),
         (FewPlan(6, sparse=True), [NORM, PROJECT, UP, RECURRENCE, PLAIN, NORM, PLAIN, VALUE], "rwkv_add_norm"),
         (FewPlan(4, True, True, True), [NORMED_INPUTS, WKV, PLAIN, NORMED_KEY, VALUE], LAST_NORM),
+        (FewPlan(4, pairs=True, turned=True), [NORM, INPUTS, WKV, PLAIN, NORM, PLAIN, PLAIN], "rwkv_add_norm"),
+        (FewPlan(4, True, True, turned=True), [NORMED_INPUTS, WKV, PLAIN, NORMED_KEY, PLAIN], LAST_NORM),
     ],
     ids=str,
 )
@@ -63,6 +73,19 @@ def test_a_plan_takes_fewer_launches(steps, plan, layer, last):
     steps.ops.plans = {3: plan} if plan else {}
     layers = len(steps.model.weights.layers)
     assert [note[0] for note in steps.decode(3)] == ["rwkv_embed", *layer * layers, last, "rwkv_gemv"]
+
+
+def test_turned_values_are_read_by_outputs(steps):
+    steps.ops.plans = {3: FewPlan(4, pairs=True, turned=True)}
+    handed = []
+    launch = steps.launcher.launch
+    steps.launcher.launch = lambda function, *arguments: (
+        handed.append((function.__name__, arguments)),
+        launch(function, *arguments),
+    )
+    steps.decode(3)
+    read = [arguments[1] for name, arguments in handed if name == PLAIN][2::3]  # behind "output" and "ffn_key"
+    assert read == [layer.ffn_value.gemm.turned.data_ptr() for layer in steps.ops.prepared.layers]
 
 
 def test_what_a_launch_reads_of_others_it_does_not_write(steps):
@@ -98,6 +121,7 @@ def test_logits_of_some_rows(steps):
         (9, FewPlan(), True),
         (1, FewPlan(), False),
         (1, FewPlan(norms=True), True),  # which are the pairs' too
+        (1, FewPlan(turned=True), True),  # of which no copy has been made
         (8, FewPlan(pairs=True, norms=True), True),  # whose width of 320 takes two warps a row
     ],
 )

@@ -95,7 +95,23 @@ def test_a_copy_that_gives_other_bits_is_not_used(monkeypatch, caplog):
     with caplog.at_level(logging.ERROR):
         tiled.tile(ops)
     assert "WRONG RESULTS" in caplog.text
-    assert all(matrix.tiled is None for matrix in matrices_of(ops))
+    assert all(matrix.tiled is None and matrix.turned is None for matrix in matrices_of(ops))
+
+
+@pytest.mark.parametrize("most", [4096, 0])
+def test_small_models_have_their_values_by_outputs_too(monkeypatch, most):
+    monkeypatch.setattr(tiled, "TURNED_UNITS", most)
+    ops, *_ = model_of(monkeypatch)
+    tiled.tile(ops)
+    for layer in ops.prepared.layers:
+        turned = layer.ffn_value.gemm.turned
+        assert (turned is not None) == (most > 0)
+        if most:
+            assert torch.equal(turned, layer.ffn_value.weight.T)
+            assert turned.is_contiguous()
+        assert layer.ffn_key.gemm.turned is None
+    copies = [tensor.nbytes for matrix in matrices_of(ops) for tensor in (matrix.tiled, matrix.turned) if tensor is not None]
+    assert tiled.num_bytes(ops.prepared.source.shape) >= sum(copies)
 
 
 def test_other_cards_have_none(monkeypatch):

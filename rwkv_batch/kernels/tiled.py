@@ -2,6 +2,9 @@
 
 In a matrix as it is stored the 64 rows of a piece lie a row apart; in its copy each thread block reads one run of memory from
 its beginning to its end.
+
+Small models have one more copy of `ffn_value`, which is stored by units: by outputs, so that steps of few rows can do it as
+they do `ffn_key` (cuda/few/plain_products.cu).
 """
 
 import logging
@@ -21,12 +24,14 @@ log = logging.getLogger("rwkv_batch.engine")
 
 SIDE = 64  # rows and values of a piece
 UNITS = 8  # of 16 bytes, of a row of a piece
+TURNED_UNITS = 4096  # of the feed-forward, up to which there is a copy of `ffn_value` by outputs
 CHECKED_ROWS = 24  # of x, of the products that are compared
 
 
 def num_bytes(shape: ModelShape) -> int:
     """Bytes of the copies of a model."""
-    layer = 4 * shape.width * shape.inner_width + 2 * shape.width * shape.ffn_width
+    turned = shape.ffn_width <= TURNED_UNITS
+    layer = 4 * shape.width * shape.inner_width + (2 + turned) * shape.width * shape.ffn_width
     return 2 * (shape.num_layers * layer + shape.vocab_size * shape.width)
 
 
@@ -50,12 +55,15 @@ def tile(ops: "KernelOps") -> None:
     matrices = [matrix.gemm for matrix in [*sum(layers, ()), model.head] if matrix.gemm is not None]
     for matrix in matrices:
         matrix.tiled = tiles_of(matrix.weight.mT if matrix.transposed else matrix.weight)
+    for value in (layer.ffn_value.gemm for layer in model.layers if layer.ffn_value.gemm is not None):
+        if value.K <= TURNED_UNITS:
+            value.turned = value.weight.mT.contiguous()
     ops.launcher.use_current_stream()
     if all(agrees(ops.gemm, matrix) for matrix in matrices[: len(layers[0])]):
         return
     log.error("tiled weights give WRONG RESULTS on this card: they are not used")
     for matrix in matrices:
-        matrix.tiled = None
+        matrix.tiled = matrix.turned = None
 
 
 def agrees(gemm: "Gemm", matrix: "GemmMatrix") -> bool:

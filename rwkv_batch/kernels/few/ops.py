@@ -39,6 +39,8 @@ class FewRowOps(KernelOps):
         width = self.prepared.source.shape.width
         if self.few is None or num_rows > MAX_ROWS or width % 64 or width > MAX_WIDTH:
             return False
+        if plan.turned and self._turned(self.prepared.layers[0]) is None:
+            return False
         return not plan.norms or (plan.pairs and norm_fits(num_rows, width))
 
     def embed(self, embedding: Tensor, tokens: Tensor | None, rows: StepRows, last_ids: Tensor) -> Tensor:
@@ -95,14 +97,20 @@ class FewRowOps(KernelOps):
         if self._plan is None:
             return super()._key_leaves_mask(num_tokens, layer)
         masked = self.variant("ffn_value", num_tokens, layer.ffn_value).method is Method.MASKED
-        return masked and not self._plan.sparse and len(layer.ffn_key.weight) % MASK_UNITS == 0
+        return masked and not (self._plan.sparse or self._plan.turned) and len(layer.ffn_key.weight) % MASK_UNITS == 0
 
     def ffn_value(self, hidden: Tensor, layer: LayerKernels, out: Tensor) -> None:
         """The second."""
-        if self._plan and self._plan.sparse:
+        if self._plan and self._plan.turned:
+            self.few.product(hidden, self._turned(layer), out, stages=self._plan.stages)
+        elif self._plan and self._plan.sparse:
             self.few.sparse_value(hidden, layer.ffn_value.weight, out)
         else:
             super().ffn_value(hidden, layer, out)
+
+    @staticmethod
+    def _turned(layer: LayerKernels) -> Tensor | None:
+        return layer.ffn_value.gemm and layer.ffn_value.gemm.turned
 
     def product(self, name: Product, x: Tensor, matrix: MatrixKernels, out: Tensor) -> None:
         """One of the plain products: "output" or "head"."""

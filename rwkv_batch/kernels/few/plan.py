@@ -11,12 +11,14 @@ class FewPlan(NamedTuple):
             whose state is fp16
     norms   the norms are part of the launches of those products; only with `pairs`
     sparse  `ffn_value` reads for each row the rows of weights of its own active units
+    turned  `ffn_value` is a product as `ffn_key` is, of a copy that has the weights of an output side by side; see `tiled.py`
     """
 
     stages: int = 4
     pairs: bool = False
     norms: bool = False
     sparse: bool = False
+    turned: bool = False
 
 
 # What is timed, beside steps without a plan.
@@ -24,6 +26,8 @@ CANDIDATES = (
     FewPlan(4, pairs=True, norms=True, sparse=True),
     FewPlan(6, pairs=True, norms=True, sparse=True),
     FewPlan(4, pairs=True),
+    FewPlan(4, pairs=True, turned=True),
+    FewPlan(4, pairs=True, norms=True, turned=True),
     FewPlan(8, pairs=True, sparse=True),
     FewPlan(6),
     FewPlan(8),
