@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,2,4,8,16,32,64,128,256,320,512,960")
     parser.add_argument("--prefill", default="1x128,1x1024,1x4096,8x1024,32x512")
     parser.add_argument("--wkv-state", choices=("fp16", "fp32"), default="fp16")
-    parser.add_argument("--wkv-log", action="store_true", help="steps of many rows log most tokens instead of writing states")
+    parser.add_argument("--wkv-log", action=argparse.BooleanOptionalAction, help="as the server's, and like it on by default")
     parser.add_argument("--untiled", action="store_true", help="without a copy of the large matrices for small steps")
     parser.add_argument("--quant", choices=("none", *FORMATS), default="none", help="how the large matrices are kept")
     parser.add_argument("--arch", help="build the kernels for this older architecture")
@@ -80,7 +80,7 @@ class Options:
     size: str
     model_path: str | None = None
     wkv_state: str = "fp16"
-    wkv_log: bool = False
+    wkv_log: bool | None = None
     quant: str = "none"
     arch: str | None = None
     untiled: bool = False
@@ -122,9 +122,8 @@ class Bench:
             tiled=not args.untiled,
         )
         self.model, self.state = self.engine.model, self.engine.state
-        self.name = " ".join(
-            part for part in (name, quant.format, args.arch, args.untiled and "untiled", args.wkv_log and "wkv-log") if part
-        )
+        logged = {None: "", True: "wkv-log", False: "no wkv-log"}[args.wkv_log]
+        self.name = " ".join(part for part in (name, quant.format, args.arch, args.untiled and "untiled", logged) if part)
         generator = torch.Generator(device=self.device).manual_seed(1)
         self.tokens = torch.randint(1, 60000, (tokens,), generator=generator, device=self.device)
         params = SamplingParams(temperature=1.0, top_k=50, top_p=0.6, ignore_eos=True)

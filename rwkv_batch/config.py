@@ -87,7 +87,7 @@ class Config:
         "auto", "model", "which sampler; auto: rapid on a GPU; flashinfer: its filters for v2"
     )
     wkv_state: Literal["auto", "fp32", "fp16"] = setting("auto", "model", "type of states; auto: fp16 with kernels, else fp32")
-    wkv_log: bool = setting(False, "model", "Hopper: steps of many rows write few states and log the rest: docs/kernels.md")
+    wkv_log: bool | None = setting(None, "model", "Hopper: many rows log what changes states; default: on, one GPU an engine")
     tiled_weights: Literal["auto", "on", "off"] = setting(
         "auto", "model", "Hopper: a copy of the large matrices that small steps read faster; auto: where there is room"
     )
@@ -395,6 +395,11 @@ def check_pipeline(config: Config, stages: list[str]) -> str:
         if is_given and len(stages) > 1:
             raise UsageError(f"{flag_of(name)}: not with --pp-devices, an engine in stages", param=name)
     return device
+
+
+def logs_states(config: Config) -> bool:
+    """Whether decode steps of many rows keep a log beside the states, where they can."""
+    return config.tp == 1 and config.pp_devices is None if config.wkv_log is None else config.wkv_log
 
 
 def folder_of(config: Config, name: str) -> str | None:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rwkv_batch.config import Config, find_model
+from rwkv_batch.config import Config, find_model, logs_states
 from rwkv_batch.config_sources import load, make_parser
 from rwkv_batch.devices import pipeline_devices
 from rwkv_batch.errors import UsageError
@@ -183,3 +183,21 @@ def test_model_file(tmp_path):
     assert find_model(Config(model_path=str(tmp_path / "rwkv7-0.1b"))) == file
     assert Config(model_path=str(file)).model_name == "rwkv7-0.1b"
     assert Config(model_path=str(file), served_model_name="m").model_name == "m"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "logs"),
+    [
+        ([], {}, True),
+        (["--wkv-log"], {}, True),
+        (["--no-wkv-log"], {}, False),
+        ([], {"RWKV_BATCH_WKV_LOG": "0"}, False),
+        (["--devices", "0,1"], {}, True),
+        (["--devices", "0,1", "--tp", "2"], {}, False),
+        (["--devices", "0,1", "--tp", "2", "--wkv-log"], {}, True),
+        (["--pp-devices", "0,1"], {}, False),
+        (["--pp-devices", "0,1"], {"RWKV_BATCH_WKV_LOG": "1"}, True),
+    ],
+)
+def test_states_are_logged_by_default_with_one_gpu_an_engine(flags, environ, logs):
+    assert logs_states(load(flags, environ)) is logs

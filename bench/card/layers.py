@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="0.1b,1.5b,7.2b")
     parser.add_argument("--batches", default="1,8,64,320,960")
     parser.add_argument("--prefill", default="1x1024,32x512")
-    parser.add_argument("--wkv-log", action="store_true", help="as bench/engine.py")
+    parser.add_argument("--wkv-log", action=argparse.BooleanOptionalAction, help="as bench/engine.py")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if unknown := {*args.sizes.split(",")} - {*SIZES}:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rwkv_batch.config import COMPILE_MODE, Config, find_model
+from rwkv_batch.config import COMPILE_MODE, Config, find_model, logs_states
 from rwkv_batch.engine.decode_graphs import DecodeGraphs, buckets_for
 from rwkv_batch.engine.engine import Engine, Way
 from rwkv_batch.engine.engine_loop import CHECKPOINT_TOKENS, EngineLoop, checkpoint_distance
@@ -381,7 +381,7 @@ def build_engine(
     graphs = DecodeGraphs(model, sampler, state, sizes)
     prefills = None if config.batch_invariant else PrefillGraphs(model, sampler, state, max_tokens=max_tokens)
     if not torch.version.hip:  # there each product is done in one way
-        if newest and config.wkv_log:
+        if newest and logs_states(config):
             WkvLog.beside(state, ops)
         if newest and tiled:
             tile(ops)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rwkv_batch.config import MAX_SLOTS, Config
+from rwkv_batch.config import MAX_SLOTS, Config, logs_states
 from rwkv_batch.errors import NoMemory
 from rwkv_batch.kernels import tiled
 from rwkv_batch.kernels.adapted.products import GroupedProducts
@@ -175,7 +175,7 @@ def plan_memory(
     columns = columns_of(config) * newest
     adapters = AdapterBank.num_bytes(shape, columns, dtype) + GroupedProducts.num_bytes(columns, budget)
     buffers = kernel_bytes(shape, budget, quant) + kept + adapters
-    sampling, logged = sampling_bytes(shape, config.max_logit_bias), config.wkv_log and runs_on(device)
+    sampling, logged = sampling_bytes(shape, config.max_logit_bias), logs_states(config) and runs_on(device)
     choice = "off" if quant.format or config.tp > 1 or config.pp_devices or not newest else config.tiled_weights
     choice = choice if runs_on(device) else "off"
     if choice != config.tiled_weights == "on":

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rwkv_batch.config import Config
+from rwkv_batch.config import Config, logs_states
 from rwkv_batch.engine.decode_graphs import DecodeGraphs, buckets_for
 from rwkv_batch.engine.memory import MemoryPlan
 from rwkv_batch.engine.pipeline import costs
@@ -215,7 +215,7 @@ class StageBuilder:
             ops = KernelStageOps(own, launcher, max_tokens=self.room, **limits)
             fill, types = StateFill(launcher), {"shift_dtype": torch.float16, "wkv_dtype": self.wkv_dtype}
             state = State(own.shape, self.num_slots, **types, device=device, fill=fill)
-            if self.config.wkv_log:
+            if logs_states(self.config):
                 WkvLog.beside(state, ops)
             if self._is_last(i):
                 options = {"last_ids": state.last_ids, "max_bias": self.config.max_logit_bias}

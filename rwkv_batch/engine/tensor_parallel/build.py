@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rwkv_batch.config import Config, check_beside_tp
+from rwkv_batch.config import Config, check_beside_tp, logs_states
 from rwkv_batch.engine.decode_graphs import buckets_for
 from rwkv_batch.engine.engine import Engine, Step
 from rwkv_batch.engine.memory import MemoryPlan, free_memory
@@ -185,7 +185,7 @@ def _on_cards(
             fill, dtypes = StateFill(launcher), {"shift_dtype": torch.float16, "wkv_dtype": wkv_dtype}
             states.append(State(own.shape, num_slots, **dtypes, device=launcher.device, fill=fill))
             ranks.append(Rank(own, ShardOps(own, launcher, **limits)))
-            if config.wkv_log:
+            if logs_states(config):
                 WkvLog.beside(states[-1], ranks[-1].ops)
             if len(ranks) == 1:  # the others' products begin with what was found for rank 0's
                 prompts = [] if config.batch_invariant else prefill_sizes(max_tokens)
