@@ -87,7 +87,9 @@ class Config:
         "auto", "model", "which sampler; auto: rapid on a GPU; flashinfer: its filters for v2"
     )
     wkv_state: Literal["auto", "fp32", "fp16"] = setting("auto", "model", "type of states; auto: fp16 with kernels, else fp32")
-    wkv_log: bool | None = setting(None, "model", "Hopper: many rows log what changes states; default: on, one GPU an engine")
+    wkv_log: bool | None = setting(
+        None, "model", "Hopper: many rows write few states, log the rest; default: with one GPU an engine"
+    )
     tiled_weights: Literal["auto", "on", "off"] = setting(
         "auto", "model", "Hopper: a copy of the large matrices that small steps read faster; auto: where there is room"
     )
