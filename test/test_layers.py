@@ -1,10 +1,19 @@
-"""Where a layer's time goes: which part a kernel is of, and what it counts for."""
+"""Where a layer's time goes: which part a kernel is of, and what it counts for; each way to do a step, and how it is left."""
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
+import torch
+from kernel_recorder import make_launcher
 
-layers, tables = map(importlib.import_module, ("bench.card.layers", "bench.card.tables"))
+from rwkv_batch.kernels import self_check
+from rwkv_batch.kernels.few.ops import FewRowOps
+from rwkv_batch.kernels.few.plan import FewPlan
+from rwkv_batch.model.rwkv7 import Model
+from rwkv_batch.model.state import State
+
+layers, tables, ways = map(importlib.import_module, ("bench.card.layers", "bench.card.tables", "bench.card.ways"))
 
 # A decode step's layers of kernels: each ends 10 us behind the one before it and began before that one ended.
 PRODUCTS = [
@@ -60,3 +69,30 @@ def test_the_tables_of_the_page_are_those_of_the_results():
     page = tables.PAGE.read_text()
     assert page.count("<!-- table: ") == len(tables.MARK.findall(page)) > 3
     assert tables.written(page) == page
+
+
+def test_every_way_has_its_turn_and_what_was_chosen_stays(monkeypatch):
+    launcher, recorder = make_launcher(monkeypatch, hopper=True, content=False)
+    weights = self_check.random_weights(torch.device("cpu"))
+    ops = FewRowOps(weights, launcher, max_tokens=64, max_rows=32)
+    state = State(weights.shape, 20, shift_dtype=torch.float16, wkv_dtype=torch.float16)
+    steps, seen = ways.Steps(SimpleNamespace(model=Model(weights, ops), state=state)), []
+
+    def time(run, rounds: int) -> float:
+        recorder.clear()
+        run()
+        seen.append(str(recorder.take()))
+        return len(seen) / 1e3
+
+    monkeypatch.setattr(launcher, "time", time)
+    ops.plans[3] = FewPlan(4, pairs=True)
+    offered = ops.variants("rkv", 17, ops.prepared.layers[-1])
+    ops.choose("rkv", 17, offered[-1])
+    found = steps.by_variants("rkv", 17)
+    assert len(found) == len(offered) == len(seen)
+    assert [name for name in found if "chosen" in name] == [ways.name_of(offered[-1]) + " (chosen)"]
+    assert ops.variant("rkv", 17, ops.prepared.layers[-1].rkv) == offered[-1]
+    seen.clear()
+    plans = steps.by_plans(3)
+    assert len(plans) == len(seen) == len(set(seen)) > 3
+    assert ops.plans == {3: FewPlan(4, pairs=True)}
