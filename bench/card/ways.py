@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -22,7 +21,7 @@ import torch
 from bench.engine import Bench, Options
 from bench.synth_checkpoint import SIZES
 from rwkv_batch.kernels.few.plan import CANDIDATES
-from rwkv_batch.kernels.variants import PRODUCTS, Variant
+from rwkv_batch.kernels.variants import PRODUCTS, Product, Variant
 from rwkv_batch.model.packed_rows import CapturedRows
 
 REPLAYS = 9
@@ -57,7 +56,7 @@ class Steps:
     def __init__(self, bench: Bench):
         self.model, self.state, self.ops = bench.model, bench.state, bench.model.ops
 
-    def by_variants(self, product: Any, num_rows: int) -> Times:
+    def by_variants(self, product: Product, num_rows: int) -> Times:
         """What a step takes by each variant of a product on offer."""
         layer = self.ops.prepared.layers[-1]
         matrix = self.ops.prepared.head if product == "head" else getattr(layer, product)
